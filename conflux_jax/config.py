@@ -1,0 +1,213 @@
+"""Every setting, once: this dataclass tree is the YAML files in `configs/`, the command-line flags
+and the keywords of `LLM(...)`. Leaf names are unique in the tree, so a flat keyword names one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work; the message names the field and the rule."""
+
+
+def _setting(default: Any, help: str, **limits: Any) -> Any:
+    return field(default=default, metadata={"help": help, **limits})
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    model: str = _setting(
+        "smollm2-135m-instruct",
+        "a known name, a Hugging Face directory or a .gguf file",
+    )
+    served_model_name: str | None = _setting(None, "name that clients use (default: from the model)")
+    dtype: str = _setting(
+        "bfloat16", "weights and activations", choices=("bfloat16", "float32")
+    )
+    max_model_len: int | None = _setting(
+        None, "most tokens of prompt plus output (default: the model's)", low=1
+    )
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    sp: int = _setting(1, "groups that share each prompt's attention", low=1)
+    tp: int = _setting(1, "devices inside a group that split the weights", low=1)
+
+
+@dataclass(frozen=True)
+class CacheConfig:
+    page_tokens: int = _setting(16, "tokens of one KV page in decode layout", low=1)
+    kv_pool_tokens: int | None = _setting(
+        None,
+        "KV tokens per group (default: max_num_seqs contexts on a CPU, the free memory on a GPU)",
+        low=1,
+    )
+    gpu_memory_fraction: float = _setting(
+        0.9, "share of a GPU's memory for weights and KV", low=0.05, high=1.0
+    )
+    compilation_cache_dir: str | None = _setting(
+        None, "folder that keeps compiled programs (default: the user's cache; empty: none)"
+    )
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    max_num_seqs: int = _setting(32, "most requests admitted at once, over all groups", low=1)
+    max_num_batched_tokens: int = _setting(
+        512, "most tokens of one iteration, decodes and prefill of all groups", low=1
+    )
+    max_waiting: int = _setting(1024, "most requests queued; more are refused", low=1)
+    max_prefill_segments: int = _setting(8, "most prompts with a chunk in one iteration", low=1)
+    handoff_pages: int = _setting(
+        8, "KV pages that one iteration can hand to each group", low=1
+    )
+    max_bypass: int = _setting(
+        64, "requests that may overtake one waiting for memory before it must be next", low=0
+    )
+    bucket_growth: float | None = _setting(
+        None, "ratio of neighbouring bucket sizes (default: 2 on a CPU, 1.125 elsewhere)",
+        low=1.01, high=8.0,
+    )
+    rows_ladder: tuple[int, ...] | None = _setting(
+        None, "rows per group of iterations with prefill (default: by bucket_growth)"
+    )
+    decode_rows_ladder: tuple[int, ...] | None = _setting(
+        None, "rows per group of decode iterations (default: by bucket_growth)"
+    )
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    host: str = _setting("127.0.0.1", "address to listen on")
+    port: int = _setting(50051, "gRPC port (0: any free one)", low=0, high=65535)
+    drain_s: float = _setting(30.0, "seconds that running streams get after SIGTERM", low=0.0)
+    max_message_mib: int = _setting(64, "largest gRPC message in MiB", low=1, high=2047)
+
+
+@dataclass(frozen=True)
+class Config:
+    """The whole tree. Raises ConfigError on construction when a leaf breaks its limits."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    server: ServerConfig = field(default_factory=ServerConfig)
+
+    def __post_init__(self):
+        for section, leaf, kind in _leaves():
+            _check(leaf, kind, getattr(getattr(self, section), leaf.name))
+
+    @classmethod
+    def from_flat(cls, base: Config | None = None, **values: Any) -> Config:
+        """A config from leaf names, over `base`; `Config.from_flat(sp=3, page_tokens=32)`."""
+        base = base or cls()
+        by_name = {leaf.name: section for section, leaf, _ in _leaves()}
+        if unknown := sorted(set(values) - set(by_name)):
+            raise ConfigError(f"{unknown[0]}: no such setting; known: {', '.join(sorted(by_name))}")
+        sections = {}
+        for section in dataclasses.fields(cls):
+            own = {k: _tupled(v) for k, v in values.items() if by_name[k] == section.name}
+            sections[section.name] = dataclasses.replace(getattr(base, section.name), **own)
+        return cls(**sections)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> Config:
+        """Raises ConfigError that names the file when it cannot be read or has unknown keys."""
+        try:
+            tree = yaml.safe_load(Path(path).read_text()) or {}
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+        if not isinstance(tree, Mapping):
+            raise ConfigError(f"{path}: must hold sections, got {type(tree).__name__}")
+        known = {section.name for section in dataclasses.fields(cls)}
+        flat: dict[str, Any] = {}
+        for name, section in tree.items():
+            if name not in known or not isinstance(section, Mapping):
+                raise ConfigError(f"{path}: {name}: no such section; known: {', '.join(sorted(known))}")
+            owned = {leaf.name for owner, leaf, _ in _leaves() if owner == name}
+            if unknown := sorted(set(section) - owned):
+                raise ConfigError(f"{path}: {name}.{unknown[0]}: no such setting")
+            flat |= section
+        try:
+            return cls.from_flat(**flat)
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser) -> None:
+        """One flag per leaf, grouped by section, and `--config FILE`."""
+        parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it")
+        groups = {s.name: parser.add_argument_group(s.name) for s in dataclasses.fields(Config)}
+        for section, leaf, kind in _leaves():
+            base = _base_type(kind)
+            many = typing.get_origin(base) is tuple
+            groups[section].add_argument(
+                "--" + leaf.name.replace("_", "-"),
+                type=int if many else base,
+                nargs="+" if many else None,
+                choices=leaf.metadata.get("choices"),
+                default=argparse.SUPPRESS,
+                metavar=None if leaf.metadata.get("choices") else ("N" if base is not str else "TEXT"),
+                help=leaf.metadata["help"].replace("%", "%%"),
+            )
+
+    @classmethod
+    def from_arguments(cls, arguments: argparse.Namespace) -> Config:
+        base = cls.from_yaml(arguments.config) if arguments.config else cls()
+        names = {leaf.name for _, leaf, _ in _leaves()}
+        given = {k: v for k, v in vars(arguments).items() if k in names}
+        return cls.from_flat(base, **given)
+
+
+def _leaves() -> Iterator[tuple[str, dataclasses.Field, Any]]:
+    """(section name, field, type) of every leaf."""
+    for section in dataclasses.fields(Config):
+        owner = typing.get_type_hints(Config)[section.name]
+        hints = typing.get_type_hints(owner)
+        for leaf in dataclasses.fields(owner):
+            yield section.name, leaf, hints[leaf.name]
+
+
+def _base_type(kind: Any) -> Any:
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        return next(k for k in typing.get_args(kind) if k is not type(None))
+    return kind
+
+
+def _tupled(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check(leaf: dataclasses.Field, kind: Any, value: Any) -> None:
+    optional = type(None) in typing.get_args(kind)
+    if value is None and optional:
+        return
+    base = _base_type(kind)
+    limits = leaf.metadata
+    if typing.get_origin(base) is tuple:
+        ok = isinstance(value, tuple) and len(value) > 0
+        ok = ok and all(type(v) is int and v >= 1 for v in value)
+        if not ok or list(value) != sorted(set(value)):
+            raise ConfigError(f"{leaf.name}: must be rising integers of at least 1, got {value!r}")
+        return
+    accepted = (int, float) if base is float else (base,)
+    if not isinstance(value, accepted) or isinstance(value, bool) and base is not bool:
+        raise ConfigError(f"{leaf.name}: must be {base.__name__}, got {value!r}")
+    if "choices" in limits and value not in limits["choices"]:
+        raise ConfigError(f"{leaf.name}: must be one of {', '.join(limits['choices'])}, got {value!r}")
+    if "low" in limits and value < limits["low"]:
+        raise ConfigError(f"{leaf.name}: must be at least {limits['low']}, got {value}")
+    if "high" in limits and value > limits["high"]:
+        raise ConfigError(f"{leaf.name}: must be at most {limits['high']}, got {value}")

@@ -1,0 +1,180 @@
+"""What one iteration does, and who can run it.
+
+A plan is a list of *changes* (admissions, placements, new pages) and of *work* (decode rows,
+prefill chunks, hand-offs). It is complete given the plans before it: an executor mirrors slots and
+page tables and needs nothing else, so a recorded list of plans can be replayed.
+
+A slot is a small integer that a request holds from admission to its end (or preemption).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from conflux_jax.request import Logprobs, Request
+
+
+@dataclass(frozen=True, slots=True)
+class PoolGeometry:
+    """The KV pool of every group, counted in pages.
+
+    A page of `page_tokens` tokens with all heads of its tensor-parallel rank (decode layout) has the
+    bytes of one with `prefill_page_tokens` tokens and that device's share of the heads (prefill
+    layout). With one group both layouts are the same and pages change hands without a copy.
+    """
+
+    groups: int
+    num_pages: int  # per group
+    page_tokens: int
+    prefill_page_tokens: int
+
+    @property
+    def needs_handoff(self) -> bool:
+        return self.groups > 1
+
+    def decode_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_tokens)
+
+    def prefill_pages(self, num_tokens: int) -> int:
+        """Pages that each group holds for the prompt tokens in prefill layout."""
+        return -(-num_tokens // self.prefill_page_tokens)
+
+    def peak_pages(self, num_tokens: int) -> int:
+        """Pages of its decode group that a request of this many KV tokens holds at the most:
+        both layouts at once while its KV is handed over."""
+        extra = self.prefill_pages(num_tokens) if self.needs_handoff else 0
+        return self.decode_pages(num_tokens) + extra
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most KV tokens that one request alone can have in this pool."""
+        low, high = 0, self.num_pages * self.page_tokens
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits = self.peak_pages(middle) <= self.num_pages
+            low, high = (middle, high) if fits else (low, middle - 1)
+        return low
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Bucket:
+    """The static shape that an iteration runs in; one compiled program each.
+
+    rows: packed token rows per group. decode_rows: rows among them that may be decodes (0: none).
+    prefill: whether the prefill path is part of the program. handoff: whether KV moves.
+    """
+
+    rows: int
+    decode_rows: int
+    prefill: bool
+    handoff: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """A request takes a slot. `token_ids` is its prompt, plus what it had generated before a
+    preemption. `prefill_pages[group]` are the pages for all of it in prefill layout."""
+
+    slot: int
+    request: Request
+    token_ids: Sequence[int]
+    prefill_pages: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A request gets its decode group and pages there for the tokens it has (decode layout).
+    With one group these are its prefill pages."""
+
+    slot: int
+    group: int
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One decode token. `position` is the index of the input token, which is also the number of
+    tokens already in the pool. `new_page` is the page it opens, or -1."""
+
+    request_id: str
+    slot: int
+    position: int
+    new_page: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens `start .. start+length` of a slot's `token_ids`. The chunks of a plan, laid end to end
+    in order, are cut into the groups' `prefill_shares`. The last chunk of a prompt samples."""
+
+    request_id: str
+    slot: int
+    start: int
+    length: int
+    is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Handoff:
+    """Decode pages `first_page .. first_page+num_pages` of a slot's placement are filled from the
+    head-sharded prefill pages (and from this iteration's chunk). `num_tokens` is the request's
+    length, which ends the last page."""
+
+    slot: int
+    group: int
+    first_page: int
+    num_pages: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class IterationPlan:
+    """Everything that one iteration does.
+
+    decodes[group] are the rows of that group in order; prefill_shares[group] is how many of the
+    chunks' tokens it takes, on the rows after its decodes.
+    """
+
+    iteration: int
+    bucket: Bucket
+    decodes: tuple[tuple[DecodeRow, ...], ...]
+    chunks: tuple[PrefillChunk, ...] = ()
+    prefill_shares: tuple[int, ...] = ()
+    handoffs: tuple[Handoff, ...] = ()
+    admissions: tuple[Admission, ...] = ()
+    placements: tuple[Placement, ...] = ()
+    predicted_s: float = 0.0
+
+    @property
+    def samples(self) -> tuple[str, ...]:
+        """Request ids in the order of `StepOutput`: decodes group by group, then last chunks."""
+        rows = [row.request_id for group in self.decodes for row in group]
+        return tuple(rows + [chunk.request_id for chunk in self.chunks if chunk.is_last])
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.length for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What came back from the device, in the order of `IterationPlan.samples`.
+
+    token_ids: int array [samples]. logprobs: by request id, for those that asked.
+    """
+
+    token_ids: np.ndarray
+    elapsed_s: float
+    logprobs: dict[str, Logprobs] = field(default_factory=dict)
+
+
+class Executor(Protocol):
+    """Runs plans in order. `launch` returns at once where it can; `collect` waits."""
+
+    def launch(self, plan: IterationPlan) -> Any: ...
+
+    def collect(self, ticket: Any) -> StepOutput: ...
