@@ -1,0 +1,297 @@
+"""From a plan to what the compiled step reads: one int32 buffer per group and iteration.
+
+`BatchBuilder` mirrors slots and page tables from the plans' changes, so a plan need not repeat
+them. `BufferLayout` says where each field lies, on the host and inside the step alike.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry
+from pallas_kernels.blockwise import max_prefill_blocks, prefill_block_queries
+
+
+@dataclass(frozen=True)
+class BatchLimits:
+    """The static sizes beside the bucket's. page_rows: pool rows of one page on one device."""
+
+    geometry: PoolGeometry
+    page_rows: int
+    max_slots: int
+    max_model_len: int
+    max_segments: int
+    handoff_pages: int
+
+    @property
+    def decode_table(self) -> int:
+        """Pages of the longest context in decode layout."""
+        tokens = min(self.max_model_len, self.geometry.num_pages * self.geometry.page_tokens)
+        return self.geometry.decode_pages(tokens)
+
+    @property
+    def prefill_table(self) -> int:
+        tokens = min(
+            self.max_model_len, self.geometry.num_pages * self.geometry.prefill_page_tokens
+        )
+        return self.geometry.prefill_pages(tokens)
+
+
+@dataclass(frozen=True)
+class BufferLayout:
+    """Fields of one group's row of the buffer: name -> (offset, shape)."""
+
+    fields: dict[str, tuple[int, tuple[int, ...]]]
+    size: int
+
+    @classmethod
+    def make(cls, bucket: Bucket, limits: BatchLimits) -> BufferLayout:
+        groups = limits.geometry.groups
+        samples = num_samples(bucket, limits)
+        shapes: dict[str, tuple[int, ...]] = {
+            "token_ids": (bucket.rows,),
+            "positions": (bucket.rows,),
+            "num_decodes": (),
+            "sample_rows": (samples,),
+            "sample_slots": (samples,),
+            "temperature": (samples,),
+            "top_k": (samples,),
+            "top_p": (samples,),
+            "min_p": (samples,),
+            "seed": (samples, 2),
+            "sample_positions": (samples,),
+            "wants_logprobs": (),
+        }
+        if bucket.decode_rows:
+            shapes |= {
+                "decode_slots": (bucket.decode_rows,),
+                "context_lens": (bucket.decode_rows,),
+                "decode_writes": (bucket.decode_rows,),
+                "decode_table": (bucket.decode_rows, limits.decode_table),
+            }
+        if bucket.prefill:
+            tokens = groups * bucket.rows
+            shapes |= {
+                "received": (tokens,),
+                "compact": (tokens,),
+                "prefill_writes": (tokens,),
+                "segment_starts": (limits.max_segments,),
+                "segment_contexts": (limits.max_segments,),
+                "prefill_table": (limits.max_segments, limits.prefill_table),
+                "blocks": (max_prefill_blocks(tokens, limits.max_segments), 3),
+                "num_blocks": (),
+            }
+        if bucket.handoff:
+            tokens = limits.handoff_pages * limits.geometry.page_tokens
+            shapes |= {"handoff_sources": (groups, tokens), "handoff_writes": (tokens,)}
+        fields, offset = {}, 0
+        for name, shape in shapes.items():
+            fields[name] = (offset, shape)
+            offset += prod(shape)
+        return cls(fields, offset)
+
+    def views(self, buffer: np.ndarray) -> dict[str, np.ndarray]:
+        """Writable fields `[groups, *shape]` of a buffer `[groups, size]`."""
+        return {
+            name: buffer[:, at : at + prod(shape)].reshape(len(buffer), *shape)
+            for name, (at, shape) in self.fields.items()
+        }
+
+    def unpack(self, row: Any) -> dict[str, Any]:
+        """The fields of one group's row `[size]`; NumPy or JAX."""
+        return {
+            name: row[at : at + prod(shape)].reshape(shape)
+            for name, (at, shape) in self.fields.items()
+        }
+
+
+def num_samples(bucket: Bucket, limits: BatchLimits) -> int:
+    """Rows of a group that may sample: its decodes, and the last token of every prompt chunk."""
+    return bucket.decode_rows + (limits.max_segments if bucket.prefill else 0)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A plan made ready: `buffer` int32 [groups, layout.size]; sample i of the plan is found at
+    `[sample_group[i], sample_index[i]]` of the step's outputs. logprobs: for each request that
+    asked, how many alternatives, and which sample of the plan is its own."""
+
+    bucket: Bucket
+    buffer: np.ndarray
+    sample_group: np.ndarray
+    sample_index: np.ndarray
+    logprobs: dict[str, tuple[int, int]]
+
+
+class BatchBuilder:
+    """Mirrors the plans' changes and writes buffers. Not thread-safe; plans must come in order."""
+
+    def __init__(self, limits: BatchLimits):
+        self.limits = limits
+        geometry, slots = limits.geometry, limits.max_slots
+        self._layouts: dict[Bucket, BufferLayout] = {}
+        self._no_write = geometry.num_pages * limits.page_rows  # past the pool: dropped
+        self._decode_pages = np.zeros((slots, limits.decode_table), np.int32)
+        self._prefill_pages = np.zeros((geometry.groups, slots, limits.prefill_table), np.int32)
+        self._tokens: list[np.ndarray] = [np.zeros(0, np.int32)] * slots
+        self._floats = np.zeros((3, slots), np.float32)  # temperature, top_p, min_p
+        self._top_k = np.zeros(slots, np.int32)
+        self._seed = np.zeros((slots, 2), np.uint32)
+        self._logprobs: list[int | None] = [None] * slots
+
+    def layout(self, bucket: Bucket) -> BufferLayout:
+        if bucket not in self._layouts:
+            self._layouts[bucket] = BufferLayout.make(bucket, self.limits)
+        return self._layouts[bucket]
+
+    def build(self, plan: IterationPlan) -> Batch:
+        self._apply_changes(plan)
+        layout = self.layout(plan.bucket)
+        buffer = np.zeros((self.limits.geometry.groups, layout.size), np.int32)
+        f = layout.views(buffer)
+        f["sample_slots"][...] = self.limits.max_slots  # past the end: dropped
+        where: list[tuple[int, int]] = []
+        if plan.bucket.decode_rows:
+            where += self._decode_fields(plan, f)
+        if plan.bucket.prefill:
+            where += self._prefill_fields(plan, f)
+        if plan.bucket.handoff:
+            self._handoff_fields(plan, f)
+        groups, indices = np.array(where, np.int32).reshape(-1, 2).T
+        logprobs = self._wanted_logprobs(plan, f)
+        return Batch(plan.bucket, buffer, groups, indices, logprobs)
+
+    def _apply_changes(self, plan: IterationPlan) -> None:
+        for change in plan.admissions:
+            slot, params = change.slot, change.request.params
+            self._tokens[slot] = np.asarray(change.token_ids, np.int32)
+            for group, pages in enumerate(change.prefill_pages):
+                self._prefill_pages[group, slot, : len(pages)] = pages
+            self._floats[:, slot] = params.temperature, params.top_p, params.min_p
+            self._top_k[slot] = params.top_k
+            seed = change.request.seed & (2**64 - 1)
+            self._seed[slot] = seed >> 32, seed & (2**32 - 1)
+            self._logprobs[slot] = params.logprobs
+        for placed in plan.placements:
+            self._decode_pages[placed.slot, : len(placed.pages)] = placed.pages
+        page_tokens = self.limits.geometry.page_tokens
+        for rows in plan.decodes:
+            for row in rows:
+                if row.new_page >= 0:
+                    self._decode_pages[row.slot, row.position // page_tokens] = row.new_page
+
+    def _decode_fields(self, plan: IterationPlan, f: dict) -> list[tuple[int, int]]:
+        where = []
+        f["decode_writes"][...] = self._no_write
+        for group, rows in enumerate(plan.decodes):
+            n = len(rows)
+            f["num_decodes"][group] = n
+            if not n:
+                continue
+            slots = np.fromiter((row.slot for row in rows), np.int32, n)
+            positions = np.fromiter((row.position for row in rows), np.int32, n)
+            f["decode_slots"][group, :n] = slots
+            f["positions"][group, :n] = positions
+            f["context_lens"][group, :n] = positions
+            f["decode_table"][group, :n] = self._decode_pages[slots]
+            f["decode_writes"][group, :n] = self._decode_row(slots, positions)
+            f["sample_rows"][group, :n] = np.arange(n)
+            self._sampling_fields(f, group, slice(0, n), slots, positions + 1)
+            where += [(group, i) for i in range(n)]
+        return where
+
+    def _decode_row(self, slots: Any, positions: np.ndarray) -> np.ndarray:
+        """First pool row of tokens in decode layout."""
+        tokens = self.limits.geometry.page_tokens
+        pages = self._decode_pages[slots, positions // tokens]
+        return pages * self.limits.page_rows + positions % tokens
+
+    def _prefill_fields(self, plan: IterationPlan, f: dict) -> list[tuple[int, int]]:
+        geometry, rows = self.limits.geometry, plan.bucket.rows
+        shares = np.array(plan.prefill_shares, np.int32)
+        starts = np.array([len(group) for group in plan.decodes], np.int32)
+        owner = np.repeat(np.arange(geometry.groups, dtype=np.int32), shares)
+        cuts = np.cumsum(shares) - shares
+        row = starts[owner] + np.arange(len(owner), dtype=np.int32) - cuts[owner]
+        total = len(owner)
+        f["received"][:, :total] = owner * rows + row
+        f["compact"][:, owner * rows + row] = np.arange(total, dtype=np.int32)
+        f["prefill_writes"][...] = self._no_write
+        at, blocks, where, used = 0, [], [], [0] * geometry.groups
+        step = prefill_block_queries(geometry.groups * rows)
+        for segment, chunk in enumerate(plan.chunks):
+            span = slice(at, at + chunk.length)
+            positions = np.arange(chunk.start, chunk.start + chunk.length, dtype=np.int32)
+            tokens = self._tokens[chunk.slot][positions]
+            f["token_ids"][owner[span], row[span]] = tokens
+            f["positions"][owner[span], row[span]] = positions
+            f["segment_starts"][:, segment] = at
+            f["segment_contexts"][:, segment] = chunk.start
+            f["prefill_table"][:, segment] = self._prefill_pages[:, chunk.slot]
+            f["prefill_writes"][:, span] = self._prefill_row(chunk.slot, positions)
+            blocks += [(segment, q, span.stop) for q in range(at, span.stop, step)]
+            at = span.stop
+            if chunk.is_last:
+                group = int(owner[at - 1])
+                index = plan.bucket.decode_rows + used[group]
+                used[group] += 1
+                f["sample_rows"][group, index] = row[at - 1]
+                slot, position = np.array([chunk.slot]), np.array([chunk.start + chunk.length])
+                self._sampling_fields(f, group, slice(index, index + 1), slot, position)
+                where.append((group, index))
+        f["blocks"][:, : len(blocks)] = blocks
+        f["num_blocks"][:] = len(blocks)
+        return where
+
+    def _prefill_row(self, slot: int, positions: np.ndarray) -> np.ndarray:
+        """First pool row of tokens in prefill layout, `[groups, tokens]`."""
+        tokens = self.limits.geometry.prefill_page_tokens
+        pages = self._prefill_pages[:, slot, positions // tokens]
+        return pages * self.limits.page_rows + positions % tokens
+
+    def _handoff_fields(self, plan: IterationPlan, f: dict) -> None:
+        geometry = self.limits.geometry
+        size = geometry.page_tokens
+        f["handoff_writes"][...] = self._no_write
+        used = [0] * geometry.groups
+        # Tokens of this iteration's chunks are not in the pool yet: (start, end, compact index).
+        fresh, at = {}, 0
+        for chunk in plan.chunks:
+            fresh[chunk.slot] = (chunk.start, at)
+            at += chunk.length
+        for move in plan.handoffs:
+            first = move.first_page * size
+            last = min((move.first_page + move.num_pages) * size, move.num_tokens)
+            positions = np.arange(first, last, dtype=np.int32)
+            at = used[move.group]
+            used[move.group] += len(positions)
+            span = slice(at, at + len(positions))
+            sources = self._prefill_row(move.slot, positions)
+            if move.slot in fresh:
+                start, compact = fresh[move.slot]
+                token = compact + positions - start
+                sources = np.where(positions >= start, -1 - token, sources)
+            f["handoff_sources"][:, move.group, span] = sources
+            f["handoff_writes"][move.group, span] = self._decode_row(move.slot, positions)
+
+    def _sampling_fields(self, f: dict, group: int, at: slice, slots: Any, positions: Any) -> None:
+        f["sample_slots"][group, at] = slots
+        for name, values in zip(("temperature", "top_p", "min_p"), self._floats, strict=True):
+            f[name][group, at] = values[slots].view(np.int32)
+        f["top_k"][group, at] = self._top_k[slots]
+        f["seed"][group, at] = self._seed[slots].view(np.int32)
+        f["sample_positions"][group, at] = positions
+
+    def _wanted_logprobs(self, plan: IterationPlan, f: dict) -> dict[str, tuple[int, int]]:
+        sampled = [row for group in plan.decodes for row in group]
+        sampled += [chunk for chunk in plan.chunks if chunk.is_last]
+        wanted = {}
+        for index, item in enumerate(sampled):
+            if (top := self._logprobs[item.slot]) is not None:
+                wanted[item.request_id] = (top, index)
+        f["wants_logprobs"][:] = bool(wanted)
+        return wanted

@@ -1,0 +1,75 @@
+"""The page pool on the devices: its shape, its size, its making."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from conflux_jax.config import CacheConfig, ConfigError
+from conflux_jax.models.decoder import DecoderDims
+from conflux_jax.plan import PoolGeometry
+
+POOL_SPEC = PartitionSpec(None, None, "sp", "tp", None)  # pages over groups, page rows over ranks
+CPU_POOL_BYTES = 1 << 30  # all groups together, where the config says nothing
+
+
+@dataclass(frozen=True)
+class PoolShape:
+    """`[layers, 2, pages, page_rows, head_dim]`, keys then values, over the whole mesh."""
+
+    dims: DecoderDims
+    geometry: PoolGeometry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        heads, spec = self.dims.heads, self.dims.spec
+        page_rows = self.geometry.page_tokens * heads.kv_per_rank
+        pages = self.geometry.groups * self.geometry.num_pages
+        return (spec.num_layers, 2, pages, heads.tp * page_rows, spec.head_dim)
+
+    def allocate(self, mesh: Mesh) -> jax.Array:
+        """A pool of zeros: slots that were never written are read, then masked, so they must be
+        finite."""
+        sharding = NamedSharding(mesh, POOL_SPEC)
+        make = jax.jit(lambda: jnp.zeros(self.shape, self.dims.dtype), out_shardings=sharding)
+        return make()
+
+
+def page_bytes(dims: DecoderDims, page_tokens: int) -> int:
+    """Bytes of one page on one device, keys and values of all layers."""
+    per_token = 2 * dims.spec.num_layers * dims.heads.kv_per_rank * dims.spec.head_dim
+    return per_token * page_tokens * jnp.dtype(dims.dtype).itemsize
+
+
+def plan_geometry(
+    dims: DecoderDims, config: CacheConfig, max_tokens: int, mesh: Mesh
+) -> PoolGeometry:
+    """How many pages each group gets. `max_tokens`: the most that all contexts could ever fill.
+
+    Raises ConfigError when not a single page fits."""
+    heads, page_tokens = dims.heads, config.page_tokens
+    if config.kv_pool_tokens is not None:
+        num_pages = config.kv_pool_tokens // page_tokens
+    else:
+        budget = _device_budget(mesh, config.gpu_memory_fraction) // page_bytes(dims, page_tokens)
+        num_pages = min(budget, -(-max_tokens // page_tokens))
+    if num_pages < 1:
+        raise ConfigError(f"kv_pool_tokens: the KV pool holds no page of {page_tokens} tokens")
+    return PoolGeometry(
+        groups=heads.groups,
+        num_pages=num_pages,
+        page_tokens=page_tokens,
+        prefill_page_tokens=heads.prefill_page_tokens(page_tokens),
+    )
+
+
+def _device_budget(mesh: Mesh, fraction: float) -> int:
+    """Bytes of one device that KV may take, weights being there already."""
+    device = mesh.devices.flat[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if not stats:
+        return CPU_POOL_BYTES // mesh.devices.size
+    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]

@@ -1,0 +1,152 @@
+"""One iteration on the devices: a single program under `shard_map`, per bucket.
+
+It takes the weights, the page pool and the last token of every slot (both donated), and one int32
+buffer that says what this iteration does. A decode row reads its input token from the slot that
+the previous step wrote, so the host need not have seen it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Int
+
+from conflux_jax.execution.batch import BatchLimits, BufferLayout
+from conflux_jax.execution.kv_cache import POOL_SPEC
+from conflux_jax.execution.sampling import Sampled, SamplingInputs, sample
+from conflux_jax.models.attention import (
+    SP,
+    AttentionInputs,
+    DecodeInputs,
+    HandoffInputs,
+    PrefillInputs,
+    split_attention,
+)
+from conflux_jax.models.decoder import DecoderDims
+from conflux_jax.models.layers import rope_inv_freq, rope_tables
+from conflux_jax.plan import Bucket
+from pallas_kernels.blockwise import Segments
+
+
+class StepState(NamedTuple):
+    """What one step hands to the next on the devices. last_tokens: by slot, on every device."""
+
+    pool: jax.Array
+    last_tokens: jax.Array
+
+
+def make_step(
+    graphdef: nnx.GraphDef,
+    abstract: nnx.State,
+    dims: DecoderDims,
+    mesh: Mesh,
+    limits: BatchLimits,
+    bucket: Bucket,
+    vocab_limit: int,
+) -> Callable[..., tuple[StepState, Sampled]]:
+    """The jitted step `(params, state, buffer) -> (state, sampled)` of a bucket.
+
+    buffer: int32 `[groups, layout.size]`, split over groups. sampled: each field `[groups, ...]`.
+    Token ids from `vocab_limit` on have no token and are never sampled.
+    """
+    layout = BufferLayout.make(bucket, limits)
+
+    def step(params, state: StepState, buffer):
+        model = nnx.merge(graphdef, params)
+        fields = layout.unpack(buffer[0])
+        x, pool = forward(model, dims, bucket, state, fields)
+        rows = jnp.take(x, fields["sample_rows"], axis=0, mode="clip")
+        logits = model.logits(rows)
+        if vocab_limit < logits.shape[1]:
+            logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_limit, logits, -jnp.inf)
+        sampled = sample(logits, _sampling_inputs(fields))
+        last_tokens = _remember(state.last_tokens, fields["sample_slots"], sampled.token_ids)
+        return StepState(pool, last_tokens), jax.tree.map(lambda leaf: leaf[None], sampled)
+
+    per_group = PartitionSpec(SP)
+    state_specs = StepState(POOL_SPEC, PartitionSpec())
+    sharded = jax.shard_map(
+        step,
+        mesh=mesh,
+        in_specs=(nnx.get_partition_spec(abstract), state_specs, per_group),
+        out_specs=(state_specs, Sampled(*(per_group,) * len(Sampled._fields))),
+        check_vma=False,  # the last tokens are equal on all devices by the all-gather
+    )
+    return jax.jit(sharded, donate_argnums=(1,))
+
+
+def forward(model: Any, dims: DecoderDims, bucket: Bucket, state: StepState, fields: dict):
+    """Hidden states of the packed rows after all layers, and the pool with their KV."""
+    token_ids = fields["token_ids"]
+    if bucket.decode_rows:
+        fed = jnp.take(state.last_tokens, fields["decode_slots"], axis=0, mode="clip")
+        fed = jnp.pad(fed, (0, bucket.rows - bucket.decode_rows))
+        token_ids = jnp.where(jnp.arange(bucket.rows) < fields["num_decodes"], fed, token_ids)
+    inputs = _attention_inputs(bucket, fields)
+    tables = rope_tables(fields["positions"], rope_inv_freq(dims.spec))
+    cos, sin = lax.optimization_barrier(tables)  # made once, not in every layer
+    layer_def, layer_state = nnx.split(model.layers)
+
+    def body(carry, scanned):
+        x, pool = carry
+        parameters, index = scanned
+        layer = nnx.merge(layer_def, parameters)
+        q, kv = layer.qkv(x, cos, sin)
+        attention, pool = split_attention(q, kv, pool, index, inputs, dims.heads)
+        return (layer.finish(x, attention), pool), None
+
+    indices = jnp.arange(dims.spec.num_layers, dtype=jnp.int32)
+    start = (model.embed(token_ids), state.pool)
+    return lax.scan(body, start, (layer_state, indices))[0]
+
+
+def _attention_inputs(bucket: Bucket, f: dict) -> AttentionInputs:
+    decode = prefill = handoff = None
+    if bucket.decode_rows:
+        decode = DecodeInputs(
+            f["num_decodes"], f["context_lens"], f["decode_table"], f["decode_writes"]
+        )
+    if bucket.prefill:
+        segments = Segments(
+            f["segment_starts"],
+            f["segment_contexts"],
+            f["prefill_table"],
+            f["blocks"],
+            f["num_blocks"],
+        )
+        prefill = PrefillInputs(f["received"], f["compact"], f["prefill_writes"], segments)
+    if bucket.handoff:
+        handoff = HandoffInputs(f["handoff_sources"], f["handoff_writes"])
+    return AttentionInputs(decode, prefill, handoff)
+
+
+def _sampling_inputs(f: dict) -> SamplingInputs:
+    def as_float(x):
+        return lax.bitcast_convert_type(x, jnp.float32)
+
+    return SamplingInputs(
+        temperature=as_float(f["temperature"]),
+        top_k=f["top_k"],
+        top_p=as_float(f["top_p"]),
+        min_p=as_float(f["min_p"]),
+        seed=lax.bitcast_convert_type(f["seed"], jnp.uint32),
+        position=f["sample_positions"],
+        wants_logprobs=f["wants_logprobs"] > 0,
+    )
+
+
+def _remember(
+    last_tokens: Int[Array, " slots"],
+    slots: Int[Array, " samples"],
+    token_ids: Int[Array, " samples"],
+) -> Int[Array, " slots"]:
+    """Every group's new tokens at their slots, on every group; slots past the end are dropped."""
+    gather = partial(lax.all_gather, axis_name=SP, tiled=True)
+    return last_tokens.at[gather(slots)].set(gather(token_ids), mode="drop")

@@ -1,0 +1,181 @@
+"""The attention stage: where prefill and decode part, and merge again.
+
+Decode rows attend on their own group. Prefill rows go through an all-to-all over the groups that
+turns "part of the tokens, all heads" into "all tokens, part of the heads", attend, and come back by
+a second one. KV that changes layout (hand-off) rides a third.
+
+All readers see the pool as it was before this layer. Then one barrier, then one scatter writes what
+the layer adds: that order is what lets XLA update the pool in place.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from conflux_jax.models.heads import HeadLayout
+from pallas_kernels.blockwise import Segments, decode_attention, prefill_attention
+
+SP = "sp"
+
+
+class DecodeInputs(NamedTuple):
+    """This group's decode rows, the first of the packed axis. Padded rows: context 0, and a write
+    past the pool."""
+
+    num_rows: Int[Array, ""]
+    context_lens: Int[Array, " decode_rows"]
+    page_table: Int[Array, "decode_rows max_pages"]
+    writes: Int[Array, " decode_rows"]
+
+
+class PrefillInputs(NamedTuple):
+    """The chunks of all groups on one token axis ("compact"), the same on every device but for
+    page ids.
+
+    received: for each compact token, its place among the rows of all groups. compact: the inverse,
+    for each row of each group its compact token. writes: first pool row of each token.
+    """
+
+    received: Int[Array, " tokens"]
+    compact: Int[Array, " tokens"]
+    writes: Int[Array, " tokens"]
+    segments: Segments
+
+
+class HandoffInputs(NamedTuple):
+    """KV on its way to decode groups, a static number of tokens for each.
+
+    sources: for each group and token, the pool row of the token's first head here, or
+    -1 - i for compact token i of this iteration. writes: first pool row of each token that arrives.
+    """
+
+    sources: Int[Array, "groups handoff_tokens"]
+    writes: Int[Array, " handoff_tokens"]
+
+
+class AttentionInputs(NamedTuple):
+    """What an iteration's program has; the parts that its bucket lacks are None."""
+
+    decode: DecodeInputs | None
+    prefill: PrefillInputs | None
+    handoff: HandoffInputs | None
+
+
+_Pool = Float[Array, "layers two pages page_rows head_dim"]
+_Rows = Float[Array, "tokens kv_heads head_dim"]
+
+
+def split_attention(
+    q: Float[Array, "rows groups q_heads head_dim"],
+    kv: Float[Array, "rows groups kv2 head_dim"],
+    pool: _Pool,
+    layer: Int[Array, ""],
+    inputs: AttentionInputs,
+    heads: HeadLayout,
+) -> tuple[Float[Array, "rows q_width"], _Pool]:
+    """Attention of every row of this group, heads in the order of `q`, and the pool with the
+    layer's new KV in it."""
+    decode_out = prefill_out = None
+    writes: list[tuple[_Rows, _Rows, Int[Array, "tokens kv_heads"]]] = []
+    chunk_kv = None
+    if inputs.decode is not None:
+        decode_out, written = _decode_path(q, kv, pool, layer, inputs.decode, heads)
+        writes.append(written)
+    if inputs.prefill is not None:
+        prefill_out, written = _prefill_path(q, kv, pool, layer, inputs.prefill, heads)
+        chunk_kv = written[:2]
+        writes.append(written)
+    if inputs.handoff is not None:
+        writes.append(_hand_off(chunk_kv, pool, layer, inputs.handoff, heads))
+    # Every reader of the old pool is done before the scatter below may touch it.
+    pool, decode_out, prefill_out = lax.optimization_barrier((pool, decode_out, prefill_out))
+    return _merge(decode_out, prefill_out, inputs.decode, q), _write(pool, layer, writes)
+
+
+def _decode_path(q, kv, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
+    """Local attention of the first rows, all heads of the rank."""
+    rows, head_dim = inputs.context_lens.shape[0], q.shape[3]
+    k, v = jnp.split(kv[:rows, :: heads.replicas], 2, axis=2)
+    k = k.reshape(rows, heads.kv_per_rank, head_dim)
+    v = v.reshape(rows, heads.kv_per_rank, head_dim)
+    grouped = q[:rows].reshape(rows, heads.kv_per_rank, heads.q_per_kv_decode, head_dim)
+    out = decode_attention(
+        grouped, k, v, pool, layer, inputs.page_table, inputs.context_lens
+    )
+    return out.reshape(rows, -1), (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
+
+
+def _prefill_path(q, kv, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
+    """Attention of all groups' chunks for this device's heads, and back to this group's rows."""
+    rows, groups, num_q, head_dim = q.shape
+    num_kv = heads.kv_per_device
+    sent = jnp.concatenate([q, kv], axis=2)
+    received = _all_to_all(sent, split=1, concat=0).reshape(rows * groups, -1, head_dim)
+    compact = jnp.take(received, inputs.received, axis=0, mode="clip")
+    own_q, k, v = jnp.split(compact, (num_q, num_q + num_kv), axis=1)
+    out = prefill_attention(
+        own_q.reshape(-1, num_kv, heads.q_per_kv, head_dim), k, v, pool, layer, inputs.segments
+    )
+    out = jnp.take(out.reshape(rows * groups, -1), inputs.compact, axis=0, mode="clip")
+    back = _all_to_all(out.reshape(groups, rows, -1), split=0, concat=2).reshape(rows, -1)
+    return back, (k, v, _slots(inputs.writes, num_kv, pool))
+
+
+def _hand_off(chunk_kv, pool, layer, inputs: HandoffInputs, heads: HeadLayout):
+    """Head shards of some tokens, from everywhere to the groups that will decode them."""
+    num_kv, head_dim = heads.kv_per_device, pool.shape[4]
+    flat = pool.reshape(pool.shape[0], 2, -1, head_dim)
+    rows = _slots(jnp.maximum(inputs.sources, 0), num_kv, pool)
+    shards = jnp.moveaxis(flat[layer, :, rows], 3, 0)  # [2, groups, tokens, heads, head_dim]
+    if chunk_kv is not None:
+        token = jnp.maximum(-1 - inputs.sources, 0)
+        fresh = jnp.stack([jnp.take(x, token, axis=0, mode="clip") for x in chunk_kv])
+        shards = jnp.where((inputs.sources < 0)[None, :, :, None, None], fresh, shards)
+    arrived = _all_to_all(shards, split=1, concat=1)[:, :: heads.replicas]
+    k, v = jnp.moveaxis(arrived, 1, 2).reshape(2, -1, heads.kv_per_rank, head_dim)
+    return k, v, _slots(inputs.writes, heads.kv_per_rank, pool)
+
+
+def _merge(decode_out, prefill_out, inputs: DecodeInputs | None, q):
+    """Both results on the packed axis: decode rows first."""
+    rows = q.shape[0]
+    if prefill_out is None:
+        return decode_out
+    if decode_out is None or inputs is None:
+        return prefill_out
+    padded = jnp.pad(decode_out, [(0, rows - decode_out.shape[0]), (0, 0)])
+    return jnp.where((jnp.arange(rows) < inputs.num_rows)[:, None], padded, prefill_out)
+
+
+def _write(pool, layer, writes):
+    """All new keys and values of the layer by one scatter; rows past the pool are dropped."""
+    if not writes:
+        return pool
+    keys, values, slots = (jnp.concatenate([_flat(w[i]) for w in writes]) for i in range(3))
+    flat = pool.reshape(pool.shape[0], 2, -1, pool.shape[4])
+    new = jnp.stack([keys, values], axis=1).astype(pool.dtype)
+    flat = flat.at[layer, :, slots].set(new, mode="drop", unique_indices=True)
+    return flat.reshape(pool.shape)
+
+
+def _flat(x):
+    """Tokens and heads as one axis."""
+    return x.reshape(-1, *x.shape[2:])
+
+
+def _slots(
+    first: Int[Array, "*tokens"], num_heads: int, pool: _Pool
+) -> Int[Array, "*tokens heads"]:
+    """Pool rows of a token's heads, given the first one's: a page is `[heads, tokens]`."""
+    return first[..., None] + jnp.arange(num_heads) * (pool.shape[3] // num_heads)
+
+
+def _all_to_all(x, split: int, concat: int):
+    """Over the groups; axis `split` is theirs. A single group keeps what it has."""
+    if lax.axis_size(SP) == 1:
+        return x
+    return lax.all_to_all(x, SP, split_axis=split, concat_axis=concat, tiled=True)

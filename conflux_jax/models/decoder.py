@@ -1,0 +1,137 @@
+"""The decoder: parameters, each with its sharding beside it, and the linear parts of a layer.
+
+Attention is not here: it is where the two phases part (`attention.py`), and the step
+(`execution/step.py`) calls it between `Layer.qkv` and `Layer.finish`. All methods see one device's
+shard and run inside `shard_map`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from conflux_jax.models.heads import HeadLayout
+from conflux_jax.models.layers import matmul, matmul_f32, rms_norm, rotate, silu_product
+from conflux_jax.models.spec import ModelSpec
+
+TP = "tp"
+
+
+@dataclass(frozen=True)
+class DecoderDims:
+    """A model on a mesh: what the parameters' shapes follow from."""
+
+    spec: ModelSpec
+    heads: HeadLayout
+    dtype: jnp.dtype
+
+    @property
+    def device_columns(self) -> int:
+        """Columns of the fused projection for one device's heads: its q, k and v."""
+        return (self.heads.q_per_device + 2 * self.heads.kv_per_device) * self.spec.head_dim
+
+    @property
+    def shards(self) -> int:
+        return self.heads.groups * self.heads.tp
+
+    @property
+    def padded_vocab(self) -> int:
+        return -(-self.spec.vocab_size // self.heads.tp) * self.heads.tp
+
+
+def _parameter(shape: tuple[int, ...], dtype: jnp.dtype, *axes: str | None) -> nnx.Param:
+    return nnx.Param(jnp.zeros(shape, dtype), out_sharding=axes, eager_sharding=False)
+
+
+class Layer(nnx.Module):
+    """One decoder layer. Rows are the packed token axis of this group."""
+
+    def __init__(self, dims: DecoderDims, rngs: nnx.Rngs):
+        spec, heads, dtype = dims.spec, dims.heads, dims.dtype
+        hidden, ffn, width = spec.hidden_size, spec.intermediate_size, spec.head_dim
+        self.input_norm = _parameter((hidden,), dtype, None)
+        # Columns [tp][group][q | k | v]: one device's heads are one contiguous run.
+        self.wqkv = _parameter((hidden, dims.shards * dims.device_columns), dtype, None, TP)
+        self.wo = _parameter((dims.shards * heads.q_per_device * width, hidden), dtype, TP, None)
+        self.post_norm = _parameter((hidden,), dtype, None)
+        self.w_gate_up = _parameter((hidden, 2 * ffn), dtype, None, TP)  # columns [tp][gate | up]
+        self.w_down = _parameter((ffn, hidden), dtype, TP, None)
+        if spec.qk_norm:
+            self.q_norm = _parameter((width,), dtype, None)
+            self.k_norm = _parameter((width,), dtype, None)
+        self.dims = dims
+
+    def qkv(
+        self,
+        x: Float[Array, "rows hidden"],
+        cos: Float[Array, "rows half"],
+        sin: Float[Array, "rows half"],
+    ) -> tuple[
+        Float[Array, "rows groups q_heads head_dim"], Float[Array, "rows groups kv2 head_dim"]
+    ]:
+        """Rotated queries, and keys (rotated) then values, of this rank's heads by owning group."""
+        spec, heads = self.dims.spec, self.dims.heads
+        projected = matmul(rms_norm(x, self.input_norm[...], spec.rms_norm_eps), self.wqkv[...])
+        projected = projected.reshape(x.shape[0], heads.groups, -1, spec.head_dim)
+        num_q, num_kv = heads.q_per_device, heads.kv_per_device
+        q, k, v = jnp.split(projected, (num_q, num_q + num_kv), axis=2)
+        if spec.qk_norm:
+            q = rms_norm(q, self.q_norm[...], spec.rms_norm_eps)
+            k = rms_norm(k, self.k_norm[...], spec.rms_norm_eps)
+        return rotate(q, cos, sin), jnp.concatenate([rotate(k, cos, sin), v], axis=2)
+
+    def finish(
+        self, x: Float[Array, "rows hidden"], attention: Float[Array, "rows q_width"]
+    ) -> Float[Array, "rows hidden"]:
+        """Output projection and feed-forward, each added to the residual."""
+        x = x + self._sum(matmul(attention, self.wo[...]))
+        hidden = rms_norm(x, self.post_norm[...], self.dims.spec.rms_norm_eps)
+        hidden = silu_product(matmul(hidden, self.w_gate_up[...]))
+        return x + self._sum(matmul(hidden, self.w_down[...]))
+
+    def _sum(self, partial: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+        return lax.psum(partial, TP) if self.dims.heads.tp > 1 else partial
+
+
+class Decoder(nnx.Module):
+    """Embedding, `layers` stacked along a leading axis for `lax.scan`, final norm, output head."""
+
+    def __init__(self, dims: DecoderDims, rngs: nnx.Rngs):
+        spec = dims.spec
+        self.embedding = _parameter((dims.padded_vocab, spec.hidden_size), dims.dtype, TP, None)
+        stack = nnx.vmap(
+            Layer, in_axes=(None, 0), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None}
+        )
+        self.layers = stack(dims, rngs.fork(split=spec.num_layers))
+        self.final_norm = _parameter((spec.hidden_size,), dims.dtype, None)
+        if not spec.tie_word_embeddings:
+            self.head = _parameter((dims.padded_vocab, spec.hidden_size), dims.dtype, TP, None)
+        self.dims = dims
+
+    def embed(self, token_ids: Int[Array, " rows"]) -> Float[Array, "rows hidden"]:
+        table = self.embedding[...]
+        if self.dims.heads.tp == 1:
+            return jnp.take(table, token_ids, axis=0, mode="clip")
+        local = token_ids - lax.axis_index(TP) * table.shape[0]
+        mine = (local >= 0) & (local < table.shape[0])
+        rows = jnp.take(table, local, axis=0, mode="clip")
+        return lax.psum(jnp.where(mine[:, None], rows, 0), TP)
+
+    def logits(self, x: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
+        """Float32 logits over the padded vocabulary, whole on every rank."""
+        table = self.embedding if self.dims.spec.tie_word_embeddings else self.head
+        x = rms_norm(x, self.final_norm[...], self.dims.spec.rms_norm_eps)
+        local = matmul_f32(x, table[...].T)
+        if self.dims.heads.tp == 1:
+            return local
+        return lax.all_gather(local, TP, axis=1, tiled=True)
+
+
+def abstract_decoder(dims: DecoderDims) -> tuple[nnx.GraphDef, nnx.State]:
+    """The decoder's structure and the shapes, types and shardings of its parameters: the one
+    description that loading, sharding and the step use."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(dims, nnx.Rngs(0))))
