@@ -203,7 +203,7 @@ def _check(leaf: dataclasses.Field, kind: Any, value: Any) -> None:
             raise ConfigError(f"{leaf.name}: must be rising integers of at least 1, got {value!r}")
         return
     accepted = (int, float) if base is float else (base,)
-    if not isinstance(value, accepted) or isinstance(value, bool) and base is not bool:
+    if not isinstance(value, accepted) or (isinstance(value, bool) and base is not bool):
         raise ConfigError(f"{leaf.name}: must be {base.__name__}, got {value!r}")
     if "choices" in limits and value not in limits["choices"]:
         raise ConfigError(f"{leaf.name}: must be one of {', '.join(limits['choices'])}, got {value!r}")

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from conflux_jax.plan import Executor, IterationPlan, StepOutput
 from conflux_jax.request import TokenEvent
 
 
+@runtime_checkable
 class Planner(Protocol):
     """What `turn` needs of a scheduler."""
 

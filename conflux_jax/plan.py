@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -172,6 +172,7 @@ class StepOutput:
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
 
 
+@runtime_checkable
 class Executor(Protocol):
     """Runs plans in order. `launch` returns at once where it can; `collect` waits."""
 

@@ -50,7 +50,7 @@ def _parameter(shape: tuple[int, ...], dtype: jnp.dtype, *axes: str | None) -> n
 class Layer(nnx.Module):
     """One decoder layer. Rows are the packed token axis of this group."""
 
-    def __init__(self, dims: DecoderDims, rngs: nnx.Rngs):
+    def __init__(self, dims: DecoderDims):
         spec, heads, dtype = dims.spec, dims.heads, dims.dtype
         hidden, ffn, width = spec.hidden_size, spec.intermediate_size, spec.head_dim
         self.input_norm = _parameter((hidden,), dtype, None)
@@ -100,13 +100,15 @@ class Layer(nnx.Module):
 class Decoder(nnx.Module):
     """Embedding, `layers` stacked along a leading axis for `lax.scan`, final norm, output head."""
 
-    def __init__(self, dims: DecoderDims, rngs: nnx.Rngs):
+    def __init__(self, dims: DecoderDims):
         spec = dims.spec
         self.embedding = _parameter((dims.padded_vocab, spec.hidden_size), dims.dtype, TP, None)
-        stack = nnx.vmap(
-            Layer, in_axes=(None, 0), out_axes=0, transform_metadata={nnx.PARTITION_NAME: None}
-        )
-        self.layers = stack(dims, rngs.fork(split=spec.num_layers))
+        self.layers = nnx.vmap(
+            lambda: Layer(dims),
+            axis_size=spec.num_layers,
+            out_axes=0,
+            transform_metadata={nnx.PARTITION_NAME: None},
+        )()
         self.final_norm = _parameter((spec.hidden_size,), dims.dtype, None)
         if not spec.tie_word_embeddings:
             self.head = _parameter((dims.padded_vocab, spec.hidden_size), dims.dtype, TP, None)
@@ -134,4 +136,4 @@ class Decoder(nnx.Module):
 def abstract_decoder(dims: DecoderDims) -> tuple[nnx.GraphDef, nnx.State]:
     """The decoder's structure and the shapes, types and shardings of its parameters: the one
     description that loading, sharding and the step use."""
-    return nnx.split(nnx.eval_shape(lambda: Decoder(dims, nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: Decoder(dims)))

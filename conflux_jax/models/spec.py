@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -45,6 +45,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """A checkpoint that is read one tensor at a time.
 

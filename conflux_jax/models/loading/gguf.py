@@ -131,17 +131,10 @@ def _read_spec(file: GGUFFile, tensors: dict[str, TensorInfo], name: str) -> Mod
         max_position_embeddings=_size(file, "context_length"),
         tie_word_embeddings="lm_head.weight" not in tensors,
         rope_scaling=_rope_scaling(file, theta, head_dim),
-        eos_token_ids=gguf_eos_token_ids(file),
+        eos_token_ids=file.eos_token_ids(),
     )
     check_spec(spec, str(file.path))
     return spec
-
-
-def gguf_eos_token_ids(file: GGUFFile) -> tuple[int, ...]:
-    """Ids that end an answer: end of sequence, of turn and of message, as far as the file says."""
-    keys = ("eos_token_id", "eot_token_id", "eom_token_id")
-    ids = [file.integer(f"tokenizer.ggml.{key}") for key in keys]
-    return tuple(dict.fromkeys(i for i in ids if i is not None))
 
 
 def _size(file: GGUFFile, field: str, default: int | None = None) -> int:

@@ -38,7 +38,7 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """`shape` is row-major (the file's own order is the reverse); `offset` is absolute, in bytes."""
+    """`shape` is row-major (the file's own order is the reverse), `offset` absolute in bytes."""
 
     shape: tuple[int, ...]
     ggml_type: int
@@ -76,6 +76,12 @@ class GGUFFile:
 
     def flag(self, key: str, default: bool | None = None) -> bool | None:
         return self._typed(key, default, bool, "true or false")
+
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Ids that end an answer: end of sequence, of turn, of message, as far as the file says."""
+        keys = ("eos_token_id", "eot_token_id", "eom_token_id")
+        ids = [self.integer(f"tokenizer.ggml.{key}") for key in keys]
+        return tuple(dict.fromkeys(i for i in ids if i is not None))
 
     def fail(self, field: str, message: str) -> ModelError:
         return ModelError(f"{self.path}: {field}: {message}")

@@ -58,7 +58,7 @@ class HuggingFaceSource:
         return self._shapes
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as it is stored (float32, float16 or bfloat16): a read-only view of the file."""
+        """One tensor as it is stored: a read-only view of the file."""
         if name not in self._shapes:
             raise ModelError(f"{self._directory}: {name}: no such tensor")
         tensor = self._tensors[name]

@@ -66,7 +66,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any, sharding: NamedSharding) -> jax.A
 
 
 @partial(jax.jit, donate_argnums=(0,))
-def _set_layer(stacked: jax.Array, row: jax.Array, layer: int) -> jax.Array:
+def _set_layer(stacked: jax.Array, row: jax.Array, layer: int | jax.Array) -> jax.Array:
     return lax.dynamic_update_index_in_dim(stacked, row, layer, 0)
 
 

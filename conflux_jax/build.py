@@ -1,0 +1,47 @@
+"""A running engine from a config: load the model, compile the step, start the thread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from conflux_jax.config import Config
+from conflux_jax.engine import Engine, ModelInfo
+from conflux_jax.models.loading import open_source
+from conflux_jax.platform import ensure_devices
+from conflux_jax.scheduler.scheduler import Scheduler
+from conflux_jax.text import open_text
+
+Progress = Callable[[str, int, int], None]  # stage, steps done, steps in all
+
+
+def build_engine(config: Config, progress: Progress | None = None) -> Engine:
+    """Load, compile and start. JAX is imported here, once the model is known to be there.
+
+    Raises ConfigError or ModelError, each one line that names the setting or the file.
+    """
+    report = progress or (lambda stage, done, total: None)
+    report("load", 0, 1)
+    source = open_source(config.model.model)
+    text = open_text(config.model.model)
+    ensure_devices(config.mesh.sp * config.mesh.tp)
+
+    from conflux_jax.execution.runner import Runner
+
+    runner = Runner.create(source, config, vocab_limit=text.vocab_size)
+    report("load", 1, 1)
+    report("compile", 0, len(runner.ladders.all()))
+    runner.warm_up(lambda done, total: report("compile", done, total))
+    scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
+    spec = source.spec
+    info = ModelInfo(
+        name=config.model.served_model_name or spec.name,
+        max_model_len=runner.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=tuple(sorted({*spec.eos_token_ids, *text.eos_token_ids})),
+        dtype=config.model.dtype,
+        sp=config.mesh.sp,
+        tp=config.mesh.tp,
+        page_tokens=runner.geometry.page_tokens,
+        num_pages=runner.geometry.num_pages,
+    )
+    return Engine(scheduler, runner, text, info)

@@ -1,0 +1,57 @@
+"""A plan while it is put together."""
+
+from __future__ import annotations
+
+from conflux_jax.plan import (
+    Admission,
+    DecodeRow,
+    Handoff,
+    IterationPlan,
+    Placement,
+    PrefillChunk,
+)
+from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.state import RequestState
+from conflux_jax.scheduler.waterfill import waterfill
+
+
+class Draft:
+    """`samplers`: who gets a token, in the order of `IterationPlan.samples`. `ending`: those whose
+    last sample this is. `handed`: those whose hand-off this completes."""
+
+    def __init__(self):
+        self.decodes: list[tuple[DecodeRow, ...]] = []
+        self.chunks: list[PrefillChunk] = []
+        self.handoffs: list[Handoff] = []
+        self.admissions: list[Admission] = []
+        self.placements: list[Placement] = []
+        self.samplers: list[RequestState] = []
+        self.ending: list[RequestState] = []
+        self.handed: list[RequestState] = []
+        self.preempted = False
+
+    def add_placement(self, state: RequestState) -> None:
+        self.placements.append(Placement(state.slot, state.group, tuple(state.pages)))
+
+    def seal(self, iteration: int, ladders: Ladders, level: int) -> IterationPlan | None:
+        """The plan in the smallest bucket that holds it; None if there is nothing to do."""
+        if not (self.samplers or self.chunks or self.handoffs):
+            return None
+        loads = [len(rows) for rows in self.decodes]
+        shares = waterfill(loads, level, sum(chunk.length for chunk in self.chunks))
+        bucket = ladders.pick(
+            num_decodes=max(loads),
+            num_rows=max(load + share for load, share in zip(loads, shares, strict=True)),
+            prefill=bool(self.chunks),
+            handoff=bool(self.handoffs),
+        )
+        return IterationPlan(
+            iteration=iteration,
+            bucket=bucket,
+            decodes=tuple(self.decodes),
+            chunks=tuple(self.chunks),
+            prefill_shares=shares,
+            handoffs=tuple(self.handoffs),
+            admissions=tuple(self.admissions),
+            placements=tuple(self.placements),
+        )

@@ -1,0 +1,136 @@
+"""What each running request holds (slot, pages, decode row), and whether another one fits.
+
+A prompt is admitted when its prefill pages are free on every group *and* some group can later hold
+it in decode layout. The second half is a pledge: pages that stay free and count as taken for the
+admissions after it, so that several prompts never count on the same ones. Pledges bind admissions
+and placements only: a running decode that needs a page takes it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from conflux_jax.plan import PoolGeometry
+from conflux_jax.scheduler.page_pool import PagePool
+from conflux_jax.scheduler.placement import choose_group
+from conflux_jax.scheduler.state import RequestState
+
+
+class Memory:
+    """max_requests: number of slots. max_rows: decode rows of one group."""
+
+    def __init__(self, geometry: PoolGeometry, max_requests: int, max_rows: int):
+        self.geometry = geometry
+        self.max_rows = max_rows
+        self.pool = PagePool(geometry.groups, geometry.num_pages)
+        self.num_rows = [0] * geometry.groups
+        self.context_tokens = [0] * geometry.groups
+        self._pledged = [0] * geometry.groups
+        self._slots = list(range(max_requests))  # a heap: the lowest free slot is next
+
+    @property
+    def has_slot(self) -> bool:
+        return bool(self._slots)
+
+    def free_pages(self) -> list[int]:
+        """Per group."""
+        return [self.pool.num_free(group) for group in range(self.geometry.groups)]
+
+    def unpledged_pages(self) -> list[int]:
+        """Per group; negative where decodes have grown into what was pledged."""
+        return [free - out for free, out in zip(self.free_pages(), self._pledged, strict=True)]
+
+    def fits(self, state: RequestState, unpledged: list[int]) -> bool:
+        """Whether a waiting request can be admitted, given `unpledged_pages()`.
+
+        Worked, two groups with pages of 16 tokens (32 in prefill layout), 9 and 5 unpledged: a
+        prompt of 100 tokens needs ceil(100 / 32) = 4 on both, then ceil(101 / 16) = 7 on one: 9 - 4
+        are too few. One of 70 needs 3 on both and 5 on one, which the first has.
+        """
+        prefill = self.geometry.prefill_pages(state.length)
+        return prefill <= min(unpledged) and prefill + self._later_pages(state) <= max(unpledged)
+
+    def _later_pages(self, state: RequestState) -> int:
+        """Pages beside its prefill pages that a request needs on one group to start decoding. One
+        that was preempted asks for a page of growth, so that it does not come back only to go."""
+        if state.unplanned <= 1:
+            return 0
+        pages = self.geometry.decode_pages(state.length + 1)
+        if state.num_preemptions:
+            most = self.geometry.decode_pages(state.max_kv_tokens)
+            pages = min(self.geometry.decode_pages(state.length) + 1, most)
+        held = 0 if self.geometry.needs_handoff else self.geometry.prefill_pages(state.length)
+        return pages - held
+
+    def admit(self, state: RequestState) -> None:
+        """Slot, prefill pages on every group, and a pledge on the group with the most to spare."""
+        request = state.request
+        later = self._later_pages(state)
+        state.slot = heapq.heappop(self._slots)
+        state.token_ids = request.prompt_token_ids
+        if state.outputs:
+            state.token_ids = (*state.token_ids, *state.outputs)
+        pages = self.geometry.prefill_pages(len(state.token_ids))
+        groups = range(self.geometry.groups)
+        state.prefill_pages = tuple(self.pool.allocate(group, pages) for group in groups)
+        unpledged = self.unpledged_pages()
+        state.pledge_group = unpledged.index(max(unpledged))
+        state.pledge_pages = later
+        self._pledged[state.pledge_group] += later
+
+    def place(self, state: RequestState, keep_pledges: bool = True) -> bool:
+        """Give a finished prompt its decode group, row and pages. False, and nothing changed, where
+        no group has them. keep_pledges: leave to the other prompts what was pledged to them.
+
+        With one group its prefill pages become its decode pages as they are.
+        """
+        need = self.geometry.decode_pages(len(state.token_ids))
+        self._pledged[state.pledge_group] -= state.pledge_pages
+        room = self.unpledged_pages() if keep_pledges else self.free_pages()
+        asked = need if self.geometry.needs_handoff else 0
+        group = choose_group(self.context_tokens, self.num_rows, self.max_rows, room, asked)
+        if group < 0:
+            self._pledged[state.pledge_group] += state.pledge_pages
+            return False
+        state.pledge_pages = 0
+        if self.geometry.needs_handoff:
+            state.pages = list(self.pool.allocate(group, need))
+        else:
+            state.pages = list(state.prefill_pages[0])
+            state.prefill_pages = ()
+        state.group = group
+        state.capacity = need * self.geometry.page_tokens
+        self.num_rows[group] += 1
+        self.context_tokens[group] += state.num_tokens
+        return True
+
+    def grow(self, state: RequestState) -> bool:
+        """Open one more page for a decode; False where its group has none."""
+        if not self.pool.num_free(state.group):
+            return False
+        (state.new_page,) = self.pool.allocate(state.group, 1)
+        state.pages.append(state.new_page)
+        state.capacity += self.geometry.page_tokens
+        return True
+
+    def release_prefill(self, state: RequestState) -> None:
+        """After a hand-off: the prompt's pages in prefill layout."""
+        for group, pages in enumerate(state.prefill_pages):
+            self.pool.free(group, pages)
+        state.prefill_pages = ()
+
+    def release(self, state: RequestState) -> None:
+        """Everything that a request holds, in any phase (nothing, if it holds nothing)."""
+        if state.slot < 0:
+            return
+        heapq.heappush(self._slots, state.slot)
+        state.slot = -1
+        self.release_prefill(state)
+        self._pledged[state.pledge_group] -= state.pledge_pages
+        state.pledge_pages = 0
+        if state.group >= 0:
+            self.pool.free(state.group, state.pages)
+            self.num_rows[state.group] -= 1
+            self.context_tokens[state.group] -= state.num_tokens
+        state.group, state.pages, state.capacity = -1, [], 0
+        state.token_ids, state.num_tokens, state.num_handed, state.new_page = (), 0, 0, -1

@@ -1,0 +1,122 @@
+"""What the scheduler knows of one request, and where it stands.
+
+    WAITING -> PREFILLING -> [HANDOFF] -> DECODING -> DRAINING -> GONE
+
+Everything in between is left early by a cancel, a stop or, back to WAITING, a preemption. DRAINING:
+every sample is planned, nothing is held any more, some results are still on their way.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+
+from conflux_jax.request import Request
+
+
+class Phase(enum.Enum):
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    HANDOFF = "handoff"
+    DECODING = "decoding"
+    DRAINING = "draining"
+    GONE = "gone"
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """Planning runs ahead of results, so a request has two ends: `outputs` came back, `in_flight`
+    samples are planned and will, `unplanned` are left to plan. Their sum is max_output_tokens.
+
+    order: rank of arrival, which decides who is served first and preempted last. num_tokens: tokens
+    whose KV is in the pool once everything planned has run; while decoding, also the position of
+    the next row.
+    """
+
+    request: Request
+    order: int
+    request_id: str = ""
+    stop_token_ids: frozenset[int] = frozenset()  # those that end it: none with ignore_eos
+    phase: Phase = Phase.WAITING
+    outputs: list[int] = field(default_factory=list)
+    in_flight: int = 0
+    unplanned: int = 0
+    bypassed: int = 0  # later requests admitted while this one waited for memory
+    num_preemptions: int = 0
+    queued_tokens: int = 0  # length, as the waiting queue counted it
+    # Held from admission to release:
+    slot: int = -1
+    token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    prefill_pages: tuple[tuple[int, ...], ...] = ()
+    pledge_group: int = -1
+    pledge_pages: int = 0
+    # Held from placement to release:
+    group: int = -1
+    pages: list[int] = field(default_factory=list)
+    capacity: int = 0  # tokens that `pages` hold
+    new_page: int = -1  # opened for the row that is planned next
+    num_handed: int = 0  # pages whose hand-off is planned
+
+    def __post_init__(self):
+        self.request_id = self.request.request_id
+        if not self.request.params.ignore_eos:
+            self.stop_token_ids = self.request.eos_token_ids
+        self.unplanned = self.request.max_output_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens that the host knows: what a (re-)admission has to prefill."""
+        return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    @property
+    def max_kv_tokens(self) -> int:
+        """KV tokens at the very end: all but the last token."""
+        return len(self.request.prompt_token_ids) + self.request.max_output_tokens - 1
+
+    def pages_in(self, group: int) -> int:
+        """Pages that it holds in `group`."""
+        prefill = len(self.prefill_pages[group]) if self.prefill_pages else 0
+        return prefill + (len(self.pages) if self.group == group else 0)
+
+
+class Running:
+    """The requests that hold memory, by phase. Keys are `order`; dicts keep the order of entry."""
+
+    def __init__(self, groups: int):
+        self.prefilling: dict[int, RequestState] = {}
+        self.handing: dict[int, RequestState] = {}
+        self.decoding: tuple[dict[int, RequestState], ...] = tuple({} for _ in range(groups))
+
+    def enter(self, state: RequestState, phase: Phase) -> None:
+        """Move a request to a phase in which it holds memory."""
+        self._leave(state)
+        state.phase = phase
+        self._members(state)[state.order] = state
+
+    def remove(self, state: RequestState, phase: Phase) -> None:
+        """Move it to a phase in which it holds none."""
+        self._leave(state)
+        state.phase = phase
+
+    def youngest_holder(self, group: int) -> RequestState:
+        """The request of latest arrival that holds pages in `group`; there must be one."""
+        members = (self.prefilling, self.handing, self.decoding[group])
+        youngest = max(members, key=lambda phase: max(phase, default=-1))
+        return youngest[max(youngest)]
+
+    def holders(self, group: int) -> list[RequestState]:
+        members = (self.prefilling, self.handing, self.decoding[group])
+        return [state for phase in members for state in phase.values()]
+
+    def _leave(self, state: RequestState) -> None:
+        if state.phase in _HOLDING:
+            del self._members(state)[state.order]
+
+    def _members(self, state: RequestState) -> dict[int, RequestState]:
+        if state.phase is Phase.DECODING:
+            return self.decoding[state.group]
+        return self.prefilling if state.phase is Phase.PREFILLING else self.handing
+
+
+_HOLDING = frozenset((Phase.PREFILLING, Phase.HANDOFF, Phase.DECODING))

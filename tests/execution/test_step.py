@@ -1,0 +1,75 @@
+"""The compiled step: what it computes on every mesh, and what it must not copy."""
+
+import jax
+import numpy as np
+import pytest
+
+from conflux_jax.config import Config
+from conflux_jax.execution.runner import Runner
+from conflux_jax.models.loading import open_source
+from tests.forward import forward_logits
+from tests.tiny import write_tiny_llama
+
+MESHES = [(2, 1), (3, 1), (4, 1), (1, 2), (2, 2), (5, 1)]
+
+
+@pytest.mark.parametrize("heads", [(9, 3), (8, 2), (4, 4)])
+def test_logits_are_the_same_on_every_mesh_and_for_every_chunk(tmp_path, heads):
+    num_heads, num_kv_heads = heads
+    path = write_tiny_llama(tmp_path, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    source = open_source(str(path))
+    prompt = np.random.default_rng(0).integers(0, 256, 75).tolist()
+    expected = forward_logits(source, prompt, chunk=75)
+    for sp, tp in MESHES:
+        got = forward_logits(source, prompt, sp=sp, tp=tp, chunk=32)
+        np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=f"sp={sp} tp={tp}")
+    for chunk in (1, 17):
+        got = forward_logits(source, prompt, chunk=chunk)
+        np.testing.assert_allclose(got, expected, atol=2e-5, err_msg=f"chunk={chunk}")
+
+
+@pytest.mark.parametrize("sp", [1, 3])
+def test_no_bucket_copies_the_pool(tmp_path, sp):
+    """The pool is updated in place: aliased with the input, and temporaries do not grow with it."""
+    source = open_source(str(write_tiny_llama(tmp_path, num_heads=9, num_kv_heads=3)))
+    settings = {
+        "sp": sp,
+        "dtype": "bfloat16",
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64 * sp,
+        "rows_ladder": (64,),
+        "decode_rows_ladder": (8,),
+        "max_prefill_segments": 2,
+        "handoff_pages": 2,
+        "compilation_cache_dir": "",
+    }
+    temporaries = []
+    for tokens in (1 << 14, 1 << 17):
+        runner = Runner.create(source, Config.from_flat(kv_pool_tokens=tokens, **settings))
+        pool = runner._state.pool
+        device_bytes = pool.nbytes // sp
+        sizes = {}
+        for bucket in runner.ladders.all():
+            memory = runner.lower(bucket).compile().memory_analysis()
+            assert memory.alias_size_in_bytes >= device_bytes, bucket
+            sizes[bucket] = memory.temp_size_in_bytes
+            assert sizes[bucket] < max(device_bytes // 4, 8 << 20), bucket
+        temporaries.append(sizes)
+        runner.close()
+    assert device_bytes >= 48 << 20  # a copy would show against the bound above
+    small, large = temporaries
+    for bucket in small:
+        assert large[bucket] < small[bucket] + (1 << 20), bucket
+
+
+def test_only_the_buffer_crosses_to_the_device(tmp_path):
+    """The step's arguments are weights, state and one int32 buffer; it has no host callbacks."""
+    source = open_source(str(write_tiny_llama(tmp_path)))
+    runner = Runner.create(source, Config.from_flat(max_num_seqs=2, kv_pool_tokens=256))
+    for bucket in runner.ladders.all()[:1]:
+        lowered = runner.lower(bucket)
+        buffer = jax.tree.leaves(lowered.in_avals)[-1]
+        assert buffer.dtype == np.int32
+        assert buffer.ndim == 2
+        assert "callback" not in lowered.as_text()
+    runner.close()
