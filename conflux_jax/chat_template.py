@@ -40,12 +40,14 @@ class ChatTemplate:
             except jinja2.TemplateError as error:
                 self._problem = f"the model's chat template does not compile: {error}"
 
-    def render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def render(self, messages: Any, add_generation_prompt: bool = True) -> str:
         """The conversation as the model expects it, ending, with `add_generation_prompt`, where
-        the assistant's answer starts. Raises InvalidRequest (field "messages") for messages that
-        are malformed or that the template refuses, such as two user turns in a row."""
+        the assistant's answer starts.
+
+        `messages` come from outside and are checked here: objects with a `role` of ROLES and a
+        text `content`. Raises InvalidRequest (field "messages") where they are something else or
+        where the template refuses them, two user turns in a row for instance.
+        """
         if self._template is None:
             raise InvalidRequest(FIELD, self._problem)
         checked = _checked(messages)
@@ -108,7 +110,7 @@ def _raise_exception(message: str) -> NoReturn:
     raise _Refusal(message)
 
 
-def _checked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _checked(messages: Any) -> list[dict[str, Any]]:
     if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
         raise InvalidRequest(FIELD, f"must be a list, got {type(messages).__name__}")
     if not messages:

@@ -30,10 +30,10 @@ class ModelOptions:
         "smollm2-135m-instruct",
         "a known name, a Hugging Face directory or a .gguf file",
     )
-    served_model_name: str | None = _setting(None, "name that clients use (default: from the model)")
-    dtype: str = _setting(
-        "bfloat16", "weights and activations", choices=("bfloat16", "float32")
+    served_model_name: str | None = _setting(
+        None, "name that clients use (default: from the model)"
     )
+    dtype: str = _setting("bfloat16", "weights and activations", choices=("bfloat16", "float32"))
     max_model_len: int | None = _setting(
         None, "most tokens of prompt plus output (default: the model's)", low=1
     )
@@ -69,15 +69,15 @@ class SchedulerConfig:
     )
     max_waiting: int = _setting(1024, "most requests queued; more are refused", low=1)
     max_prefill_segments: int = _setting(8, "most prompts with a chunk in one iteration", low=1)
-    handoff_pages: int = _setting(
-        8, "KV pages that one iteration can hand to each group", low=1
-    )
+    handoff_pages: int = _setting(8, "KV pages that one iteration can hand to each group", low=1)
     max_bypass: int = _setting(
         64, "requests that may overtake one waiting for memory before it must be next", low=0
     )
     bucket_growth: float | None = _setting(
-        None, "ratio of neighbouring bucket sizes (default: 2 on a CPU, 1.125 elsewhere)",
-        low=1.01, high=8.0,
+        None,
+        "ratio of neighbouring bucket sizes (default: 2 on a CPU, 1.125 elsewhere)",
+        low=1.01,
+        high=8.0,
     )
     rows_ladder: tuple[int, ...] | None = _setting(
         None, "rows per group of iterations with prefill (default: by bucket_growth)"
@@ -127,17 +127,21 @@ class Config:
         """Raises ConfigError that names the file when it cannot be read or has unknown keys."""
         try:
             tree = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, yaml.YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(tree, Mapping):
             raise ConfigError(f"{path}: must hold sections, got {type(tree).__name__}")
         known = {section.name for section in dataclasses.fields(cls)}
         flat: dict[str, Any] = {}
         for name, section in tree.items():
-            if name not in known or not isinstance(section, Mapping):
-                raise ConfigError(f"{path}: {name}: no such section; known: {', '.join(sorted(known))}")
+            if name not in known:
+                names = ", ".join(sorted(known))
+                raise ConfigError(f"{path}: {name}: no such section; known: {names}")
+            section = {} if section is None else section  # all of its lines commented out
+            if not isinstance(section, Mapping):
+                raise ConfigError(f"{path}: {name}: must hold settings, got {section!r}")
             owned = {leaf.name for owner, leaf, _ in _leaves() if owner == name}
-            if unknown := sorted(set(section) - owned):
+            if unknown := sorted(set(section) - owned, key=str):
                 raise ConfigError(f"{path}: {name}.{unknown[0]}: no such setting")
             flat |= section
         try:
@@ -148,18 +152,21 @@ class Config:
     @staticmethod
     def add_arguments(parser: argparse.ArgumentParser) -> None:
         """One flag per leaf, grouped by section, and `--config FILE`."""
-        parser.add_argument("--config", metavar="FILE", help="YAML file of settings; flags win over it")
+        parser.add_argument(
+            "--config", metavar="FILE", help="YAML file of settings; flags win over it"
+        )
         groups = {s.name: parser.add_argument_group(s.name) for s in dataclasses.fields(Config)}
         for section, leaf, kind in _leaves():
             base = _base_type(kind)
             many = typing.get_origin(base) is tuple
+            placeholder = "TEXT" if base is str else "N"
             groups[section].add_argument(
                 "--" + leaf.name.replace("_", "-"),
                 type=int if many else base,
                 nargs="+" if many else None,
                 choices=leaf.metadata.get("choices"),
                 default=argparse.SUPPRESS,
-                metavar=None if leaf.metadata.get("choices") else ("N" if base is not str else "TEXT"),
+                metavar=None if leaf.metadata.get("choices") else placeholder,
                 help=leaf.metadata["help"].replace("%", "%%"),
             )
 
@@ -197,17 +204,18 @@ def _check(leaf: dataclasses.Field, kind: Any, value: Any) -> None:
     base = _base_type(kind)
     limits = leaf.metadata
     if typing.get_origin(base) is tuple:
-        ok = isinstance(value, tuple) and len(value) > 0
-        ok = ok and all(type(v) is int and v >= 1 for v in value)
-        if not ok or list(value) != sorted(set(value)):
+        sizes = value if isinstance(value, tuple) else ()
+        ok = len(sizes) > 0 and all(type(size) is int and size >= 1 for size in sizes)
+        if not ok or list(sizes) != sorted(set(sizes)):
             raise ConfigError(f"{leaf.name}: must be rising integers of at least 1, got {value!r}")
         return
     accepted = (int, float) if base is float else (base,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and base is not bool):
         raise ConfigError(f"{leaf.name}: must be {base.__name__}, got {value!r}")
     if "choices" in limits and value not in limits["choices"]:
-        raise ConfigError(f"{leaf.name}: must be one of {', '.join(limits['choices'])}, got {value!r}")
-    if "low" in limits and value < limits["low"]:
+        choices = ", ".join(limits["choices"])
+        raise ConfigError(f"{leaf.name}: must be one of {choices}, got {value!r}")
+    if "low" in limits and not value >= limits["low"]:  # not: NaN is neither
         raise ConfigError(f"{leaf.name}: must be at least {limits['low']}, got {value}")
-    if "high" in limits and value > limits["high"]:
+    if "high" in limits and not value <= limits["high"]:
         raise ConfigError(f"{leaf.name}: must be at most {limits['high']}, got {value}")

@@ -22,8 +22,8 @@ from conflux_jax.request import Logprobs, Request
 class PoolGeometry:
     """The KV pool of every group, counted in pages.
 
-    A page of `page_tokens` tokens with all heads of its tensor-parallel rank (decode layout) has the
-    bytes of one with `prefill_page_tokens` tokens and that device's share of the heads (prefill
+    A page of `page_tokens` tokens with all heads of its tensor-parallel rank (decode layout) has
+    the bytes of one with `prefill_page_tokens` tokens and that device's share of the heads (prefill
     layout). With one group both layouts are the same and pages change hands without a copy.
     """
 

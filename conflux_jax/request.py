@@ -55,8 +55,10 @@ class SamplingParams:
     tbt_slo_s: float | None = None
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        object.__setattr__(self, "stop", stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        if not isinstance(stop, list | tuple):
+            raise InvalidRequest("stop", f"must be a string or a list of them, got {stop!r}")
+        object.__setattr__(self, "stop", tuple(stop))
         _integer(self, "max_tokens", 1, 2**31 - 1, optional=True)
         _number(self, "temperature", 0.0, 100.0)
         _integer(self, "top_k", 0, 2**31 - 1)
@@ -90,7 +92,8 @@ def _integer(params: Any, name: str, low: int, high: int, optional: bool = False
 
 def _number(params: Any, name: str, low: float, high: float, open_low: bool = False) -> None:
     value = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or value != value:  # NaN (math.isnan fails on huge integers)
         raise InvalidRequest(name, f"must be a number, got {value!r}")
     if not low <= value <= high or (open_low and value == low):
         bound = "above" if open_low else "at least"

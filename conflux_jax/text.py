@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +84,11 @@ class TextCodec:
         pieces = [stream.push(token_id) for token_id in ids]
         return "".join(pieces) + stream.finish()
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Any, add_generation_prompt: bool = True) -> str:
         """The conversation as text. Raises InvalidRequest (field "messages")."""
         return self._template.render(messages, add_generation_prompt)
 
-    def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
-    ) -> list[int]:
+    def encode_chat(self, messages: Any, add_generation_prompt: bool = True) -> list[int]:
         """The conversation as tokens. The template alone decides on a BOS token."""
         text = self.render_chat(messages, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)

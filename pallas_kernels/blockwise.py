@@ -90,7 +90,7 @@ def _decode_block(q, new_k, new_v, page_table, context_lens, *, pool, layer):
     def body(state):
         i, softmax = state
         ids = lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
-        k, v = (_by_head(x) for x in gather_pages(pool, layer, ids, kv_heads))
+        k, v = _widened(gather_pages(pool, layer, ids, kv_heads))
         scores = _einsum("bkgd,bktd->bkgt", q32, k)
         seen = i * pages * page_tokens + offsets[None] < context_lens[:, None]
         scores = jnp.where(seen[:, None, None], scores, NEG_INF)
@@ -190,7 +190,7 @@ def _attend_context(softmax, q_block, pool, layer, pages, context):
 
     def body(j, softmax):
         ids = lax.dynamic_slice_in_dim(pages, j * count, count)
-        k, v = (_by_head(x) for x in gather_pages(pool, layer, ids, kv_heads))
+        k, v = _widened(gather_pages(pool, layer, ids, kv_heads))
         scores = _einsum("kqd,ktd->kqt", q_block, k)
         seen = j * keys + jnp.arange(keys) < context
         return softmax.add(jnp.where(seen, scores, NEG_INF), v)
@@ -202,11 +202,8 @@ def _einsum(spec: str, *operands: jax.Array) -> jax.Array:
     return jnp.einsum(spec, *operands, precision=lax.Precision.HIGHEST)
 
 
-def _by_head(pages: Float[Array, "*batch blocks heads page_tokens head_dim"]) -> jax.Array:
-    """Float32 `[*batch, heads, blocks * page_tokens, head_dim]`."""
-    *batch, blocks, heads, page_tokens, head_dim = pages.shape
-    moved = jnp.moveaxis(pages.astype(jnp.float32), -3, -4)
-    return moved.reshape(*batch, heads, blocks * page_tokens, head_dim)
+def _widened(arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x.astype(jnp.float32) for x in arrays)
 
 
 def _padded_heads(x: jax.Array, rows: int) -> jax.Array:

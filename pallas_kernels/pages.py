@@ -13,17 +13,20 @@ def gather_pages(
     page_ids: Int[Array, "*batch blocks"],
     num_heads: int,
 ) -> tuple[
-    Float[Array, "*batch blocks heads page_tokens head_dim"],
-    Float[Array, "*batch blocks heads page_tokens head_dim"],
+    Float[Array, "*batch heads keys head_dim"],
+    Float[Array, "*batch heads keys head_dim"],
 ]:
-    """(keys, values) of whole pages of one layer. Ids past the pool are clamped: mask what they
-    bring."""
+    """(keys, values) of whole pages of one layer, by head, pages end to end. Ids past the pool are
+    clamped: mask what they bring.
+
+    One index a page and head: what it fetches is contiguous, and lands where it is used."""
     layers, two, pages, page_rows, head_dim = pool.shape
-    flat = pool.reshape(layers * two * pages, page_rows * head_dim)
-    first = 2 * layer * pages + jnp.clip(page_ids, 0, pages - 1)
-    shape = (*page_ids.shape, num_heads, page_rows // num_heads, head_dim)
+    page_tokens = page_rows // num_heads
+    flat = pool.reshape(layers * two * pages * num_heads, page_tokens * head_dim)
+    first = (2 * layer * pages + jnp.clip(page_ids, 0, pages - 1)) * num_heads
+    heads = first[..., None, :] + jnp.arange(num_heads)[:, None]
     dims = lax.GatherDimensionNumbers(
-        offset_dims=(page_ids.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,)
+        offset_dims=(heads.ndim,), collapsed_slice_dims=(0,), start_index_map=(0,)
     )
 
     def take(ids):
@@ -34,6 +37,6 @@ def gather_pages(
             slice_sizes=(1, flat.shape[1]),
             mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS,
         )
-        return rows.reshape(shape)
+        return rows.reshape(*ids.shape[:-1], ids.shape[-1] * page_tokens, head_dim)
 
-    return take(first), take(first + pages)
+    return take(heads), take(heads + pages * num_heads)

@@ -16,15 +16,18 @@ from tokenizers import Tokenizer
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.engine import Engine, ModelInfo
 from conflux_jax.plan import IterationPlan, PoolGeometry, StepOutput
-from conflux_jax.request import Logprobs, Request
+from conflux_jax.request import Logprobs, Request, SamplingParams
 from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.scheduler.scheduler import Scheduler
+from conflux_jax.streams import OutputDelta, OutputStream
 from conflux_jax.text import TextCodec
 from conflux_jax.tokenizer_files import Spelling, TokenizerParts
 from tests.tiny import CHAT_TEMPLATE, TOKENIZER_SIZE, write_byte_tokenizer
 from tests.tiny import EOS_TOKEN_ID as EOS
 
 VOCAB_SIZE = 300
+
+LONG = SamplingParams(max_tokens=300, ignore_eos=True)
 
 Script = Callable[[Request, int], int]
 
@@ -185,6 +188,16 @@ def make_fake(
     )
     built = Engine(scheduler, executor, byte_codec(), info, **(engine or {}))
     return Fake(built, scheduler, executor)
+
+
+def open_stream(
+    fake: Fake, prompt="abc", params: SamplingParams = LONG, request_id: str | None = None
+) -> OutputStream:
+    return fake.engine.submit_many([fake.engine.prepare(prompt, params, request_id)])[0]
+
+
+def run(fake: Fake, prompt="abc", **params) -> OutputDelta:
+    return open_stream(fake, prompt, SamplingParams(**params)).read_all()
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+import jax
 import pytest
 
 from conflux_jax import LLM, SamplingParams
 from conflux_jax.config import ConfigError
 from conflux_jax.engine import EngineFailed
 from conflux_jax.inbox import Unavailable
+from conflux_jax.platform import ensure_devices
 from conflux_jax.request import FinishReason, InvalidRequest, OutOfRange
 from tests.fakes import EOS, Fake, make_fake, spell
 
@@ -104,10 +106,19 @@ def test_settings_that_cannot_work_are_named():
         LLM(sp=0)
 
 
-def test_importing_the_package_does_not_import_jax():
+def test_too_few_devices_are_an_error_that_names_the_rule():
+    ensure_devices(len(jax.devices()))
+    with pytest.raises(ConfigError, match=r"sp \* tp = 99 .* JAX_NUM_CPU_DEVICES=99"):
+        ensure_devices(99)
+
+
+def test_jax_is_imported_late_and_asked_for_devices():
     code = (
-        "import sys, conflux_jax, conflux_jax.client, conflux_jax.serve.__main__; "
-        "conflux_jax.SamplingParams(temperature=0); print('jax' in sys.modules)"
+        "import sys, conflux_jax, conflux_jax.client, conflux_jax.serve.__main__\n"
+        "assert conflux_jax.SamplingParams(temperature=0.0) and 'jax' not in sys.modules\n"
+        "from conflux_jax.platform import ensure_devices\n"
+        "ensure_devices(3)\n"
+        "import jax; print(len(jax.devices()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "False\n"
+    assert done.stdout == "3\n"

@@ -358,7 +358,7 @@ def test_templates_render_as_transformers(case: dict[str, Any]):
         ([{"role": "user", "content": "a"}, {"role": "user", "content": 3}], "message 1: content"),
     ],
 )
-def test_wrong_messages(smollm2: TextCodec, messages: Any, problem: str):
+def test_wrong_messages(messages: Any, problem: str):
     with pytest.raises(InvalidRequest, match="messages: .*" + problem) as caught:
         ChatTemplate("", {}).render(messages)
     assert caught.value.field == "messages"

@@ -53,8 +53,7 @@ def write_tiny_llama(
     and, by default, a tokenizer whose id `b` is the byte `b`; returns `directory` as a Path.
 
     `config` overrides keys of config.json last; a value of `...` removes the key.
-    `store_tied_head` writes a lm_head.weight that differs from the embedding although `tied`:
-    a loader that reads it gives other logits.
+    `store_tied_head` writes a copy of the embedding as lm_head.weight, as some checkpoints do.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -85,8 +84,10 @@ def write_tiny_llama(
     _write_json(directory / "generation_config.json", {"eos_token_id": list(eos_token_ids)})
     tensors = tiny_weights(
         num_heads, num_kv_heads, head_dim, hidden_size, intermediate_size, layers, vocab_size,
-        with_head=not tied or store_tied_head, qk_norm=qk_norm, seed=seed,
+        with_head=not tied, qk_norm=qk_norm, seed=seed,
     )  # fmt: skip
+    if tied and store_tied_head:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
     cast = {name: np.ascontiguousarray(x.astype(_DTYPES[dtype])) for name, x in tensors.items()}
     _write_weights(directory, cast, shards)
     if tokenizer:

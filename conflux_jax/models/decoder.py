@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from conflux_jax.models.heads import HeadLayout
-from conflux_jax.models.layers import matmul, matmul_f32, rms_norm, rotate, silu_product
+from conflux_jax.models.layers import matmul, project_to_rows, rms_norm, rotate, silu_product
 from conflux_jax.models.spec import ModelSpec
 
 TP = "tp"
@@ -23,11 +23,12 @@ TP = "tp"
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """A model on a mesh: what the parameters' shapes follow from."""
+    """A model on a mesh: what the parameters' shapes follow from. widen_rows: see `matmul`."""
 
     spec: ModelSpec
     heads: HeadLayout
     dtype: jnp.dtype
+    widen_rows: int | None = None
 
     @property
     def device_columns(self) -> int:
@@ -75,7 +76,8 @@ class Layer(nnx.Module):
     ]:
         """Rotated queries, and keys (rotated) then values, of this rank's heads by owning group."""
         spec, heads = self.dims.spec, self.dims.heads
-        projected = matmul(rms_norm(x, self.input_norm[...], spec.rms_norm_eps), self.wqkv[...])
+        normed = rms_norm(x, self.input_norm[...], spec.rms_norm_eps)
+        projected = matmul(normed, self.wqkv[...], self.dims.widen_rows)
         projected = projected.reshape(x.shape[0], heads.groups, -1, spec.head_dim)
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
         q, k, v = jnp.split(projected, (num_q, num_q + num_kv), axis=2)
@@ -88,10 +90,11 @@ class Layer(nnx.Module):
         self, x: Float[Array, "rows hidden"], attention: Float[Array, "rows q_width"]
     ) -> Float[Array, "rows hidden"]:
         """Output projection and feed-forward, each added to the residual."""
-        x = x + self._sum(matmul(attention, self.wo[...]))
+        widen = self.dims.widen_rows
+        x = x + self._sum(matmul(attention, self.wo[...], widen))
         hidden = rms_norm(x, self.post_norm[...], self.dims.spec.rms_norm_eps)
-        hidden = silu_product(matmul(hidden, self.w_gate_up[...]))
-        return x + self._sum(matmul(hidden, self.w_down[...]))
+        hidden = silu_product(matmul(hidden, self.w_gate_up[...], widen))
+        return x + self._sum(matmul(hidden, self.w_down[...], widen))
 
     def _sum(self, partial: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
         return lax.psum(partial, TP) if self.dims.heads.tp > 1 else partial
@@ -127,7 +130,7 @@ class Decoder(nnx.Module):
         """Float32 logits over the padded vocabulary, whole on every rank."""
         table = self.embedding if self.dims.spec.tie_word_embeddings else self.head
         x = rms_norm(x, self.final_norm[...], self.dims.spec.rms_norm_eps)
-        local = matmul_f32(x, table[...].T)
+        local = project_to_rows(x, table[...])
         if self.dims.heads.tp == 1:
             return local
         return lax.all_gather(local, TP, axis=1, tiled=True)

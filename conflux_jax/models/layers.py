@@ -22,15 +22,34 @@ def rms_norm(
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def matmul(x: Float[Array, "rows k"], w: Float[Array, "k n"]) -> Float[Array, "rows n"]:
-    """x @ w, accumulated in float32, in x's type. Float32 operands are never rounded lower."""
-    return matmul_f32(x, w).astype(x.dtype)
+def matmul(
+    x: Float[Array, "rows k"], w: Float[Array, "k n"], widen_rows: int | None = None
+) -> Float[Array, "rows n"]:
+    """x @ w, accumulated in float32, in x's type. Float32 operands are never rounded lower.
 
-
-def matmul_f32(x: Float[Array, "rows k"], w: Float[Array, "k n"]) -> Float[Array, "rows n"]:
-    """x @ w in float32."""
+    widen_rows: from this many rows on, x and w are made float32 before the product. For CPUs
+    without bfloat16 arithmetic: to widen w once is cheaper than what XLA does inside the product.
+    """
+    if widen_rows is not None and x.shape[0] >= widen_rows:
+        return lax.dot(x.astype(jnp.float32), w.astype(jnp.float32)).astype(x.dtype)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    return lax.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+    wide = lax.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
+    return wide.astype(x.dtype)
+
+
+def project_to_rows(
+    x: Float[Array, "rows k"], table: Float[Array, "n k"]
+) -> Float[Array, "rows n"]:
+    """x @ table.T in float32. The contraction is spelled out, and never of a single row: other
+    spellings make XLA's CPU backend widen the whole table to float32 first."""
+    rows = x.shape[0]
+    x = jnp.pad(x, [(0, max(0, 2 - rows)), (0, 0)])
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((1,), (1,)), ((), ()))
+    wide = lax.dot_general(
+        x, table, dims, precision=precision, preferred_element_type=jnp.float32
+    )
+    return wide[:rows]
 
 
 def rope_inv_freq(spec: ModelSpec) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The ladders of static shapes. Pure arithmetic: the scheduler picks a bucket, warm-up compiles all.
+"""The ladders of static shapes: the scheduler picks a bucket, warm-up compiles all of them.
 
 Decode iterations come in rungs of `decode_rows`; iterations with prefill in rungs of `rows`, each
 with a few sizes of decode side (0 and a coarse ladder: a padded decode row costs next to nothing

@@ -299,9 +299,7 @@ class Scheduler:
             count = min(left[state.group], len(state.pages) - state.num_handed)
             left[state.group] -= count
             length = len(state.token_ids)
-            draft.handoffs.append(
-                Handoff(state.slot, state.group, state.num_handed, count, length)
-            )
+            draft.handoffs.append(Handoff(state.slot, state.group, state.num_handed, count, length))
             state.num_handed += count
             if state.num_handed == len(state.pages):
                 draft.handed.append(state)

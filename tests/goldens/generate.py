@@ -55,11 +55,12 @@ def main() -> None:
 def build(path: Path) -> dict[str, Any]:
     """File name -> content."""
     torch.set_grad_enabled(False)
+    torch.set_num_threads(1)  # more wait for each other, and add in another order
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return {
-        "smollm2.json": smollm2(path, tokenizer),
         "tokenizer.json": tokenizer_cases(tokenizer),
         "rope.json": [rope_case(**case) for case in ROPE_CONFIGS],
+        "smollm2.json": smollm2(path, tokenizer),
     }
 
 
@@ -83,6 +84,7 @@ def smollm2(path: Path, tokenizer: Any) -> dict[str, Any]:
 
 
 def _continuation(model: Any, tokenizer: Any, name: str, given: Any) -> dict[str, Any]:
+    print(name, flush=True)
     messages = None if isinstance(given, str) else given
     prompt = given if messages is None else _render(tokenizer, messages)
     prompt_ids = _encode(tokenizer, prompt)

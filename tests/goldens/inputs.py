@@ -111,7 +111,8 @@ TEMPLATES = [
     "{%- set ns = namespace(last='') -%}\n{%- for m in messages -%}\n"
     "  {%- if loop.index0 > 1 -%}{%- break -%}{%- endif -%}\n"
     "  {%- set ns.last = m.content -%}\n{%- endfor -%}\n"
-    "{{ messages | map(attribute='role') | join(',') }}|{{ ns.last }}|{{ messages | tojson(indent=1) }}",
+    "{{ messages | map(attribute='role') | join(',') }}|{{ ns.last }}|"
+    "{{ messages | tojson(indent=1) }}",
 ]
 
 _LLAMA31 = {

@@ -1,9 +1,9 @@
 """A device that trusts nothing: it runs plans on a KV pool of tokens and checks every rule of them.
 
 It mirrors slots and page tables from the plans alone, as a real executor does. Each cell of a page
-holds `(position, token)`; the next token is a hash of the tokens that a row *reads there*. So a page
-that is mapped wrongly, reused too early or read before it is written is an error at once, or gives
-a token that the plain answer, `solo`, does not have.
+holds `(position, token)`; the next token is a hash of the tokens that a row *reads there*. So a
+page that is mapped wrongly, reused too early or read before it is written is an error at once, or
+gives a token that the plain answer, `solo`, does not have.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.loop import InFlight, turn
@@ -43,7 +44,7 @@ class Harness:
         prefill_page_tokens: int | None = None,
         max_model_len: int = 4096,
         max_decodes: int | None = None,
-        **settings: int,
+        **settings: Any,
     ):
         self.config = SchedulerConfig(**{"max_num_batched_tokens": 32, **settings})
         self.geometry = PoolGeometry(

@@ -49,7 +49,7 @@ def test_refusals_name_field_and_limit_and_change_nothing(prompt, max_tokens, er
 def test_an_id_is_in_use_until_its_request_ends():
     harness = Harness()
     harness.add("r", 4, 2)
-    with pytest.raises(InvalidRequest, match="request_id.*'r' is in use"):
+    with pytest.raises(InvalidRequest, match=r"request_id.*'r' is in use"):
         harness.scheduler.add(make_request("r", 4))
     harness.drain()
     harness.add("r", 4, 2)
@@ -76,5 +76,5 @@ def test_a_full_queue_refuses_new_ones_only():
 def test_ladders_of_another_engine_are_refused(max_num_seqs, max_decodes, level, handoff):
     harness = Harness(max_num_seqs=max_num_seqs)
     ladders = Ladders.make(max_decodes, level, 2.0, handoff)
-    with pytest.raises(ValueError, match="ladder|row"):
+    with pytest.raises(ValueError, match=r"ladder|row"):
         Scheduler(harness.config, harness.geometry, ladders, 100)

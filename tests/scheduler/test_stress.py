@@ -1,4 +1,4 @@
-"""Many short lives under memory pressure: rarer paths than the state machine reaches in its time."""
+"""Many short lives under memory pressure, for paths that the state machine seldom reaches."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ def live(seed: int, groups: int) -> Harness:
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 4])
 def test_everything_ends_with_its_solo_tokens(groups):
-    preemptions = sum(live(seed, groups).scheduler.load().num_preemptions for seed in range(120))
-    assert preemptions > 40, "pressure is what this test is about"
+    preemptions = sum(live(seed, groups).scheduler.load().num_preemptions for seed in range(80))
+    assert preemptions > 30, "pressure is what this test is about"
 
 
 @pytest.mark.parametrize("groups", [1, 3])
 def test_same_inputs_give_same_plans(groups):
-    for seed in range(10):
+    for seed in range(5):
         assert live(seed, groups).plans == live(seed, groups).plans

@@ -28,7 +28,7 @@ def test_examples(loads, level, total, shares):
     [((40, 10, 10, 0), 300, 1141), ((5, 5), 5, 1), ((0, 0), 3, -1), ((0, 9), 4, 5)],
 )
 def test_what_does_not_fit_raises(loads, level, total):
-    with pytest.raises(ValueError, match="total|fit"):
+    with pytest.raises(ValueError, match=r"total|fit"):
         waterfill(loads, level, total)
 
 
@@ -52,11 +52,11 @@ def test_equals_brute_force(loads, level, data):
 def test_water_is_level(loads, level, data):
     total = data.draw(st.integers(0, sum(max(0, level - load) for load in loads)))
     shares = waterfill(loads, level, total)
-    wet = [(load + share, group) for group, (load, share) in enumerate(zip(loads, shares)) if share]
+    wet = [(loads[group] + share, group) for group, share in enumerate(shares) if share]
     if not wet:
         return
     surface = min(wet)[0]
-    # Nobody lower than the surface is dry, and what stands one token higher does so by lowest index.
+    # Nobody below the surface is dry; those that stand one token higher have the lowest index.
     assert all(load + share >= surface for load, share in zip(loads, shares, strict=True))
     assert max(wet)[0] <= surface + 1
     high = [g for top, g in wet if top == surface + 1]

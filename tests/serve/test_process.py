@@ -120,7 +120,7 @@ def test_a_signal_while_the_model_loads_ends_the_process():
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
     """A server for tests that only talk to it."""
-    with running() as server:
+    with running(FAKE_STEP_S="0.01") as server:
         yield server
 
 
@@ -158,6 +158,24 @@ def test_the_client_says_what_was_refused(shared: Server, capsys, flags: list[st
     captured = capsys.readouterr()
     assert words in one_line(captured.err)
     assert captured.out == ""
+
+
+def test_a_client_that_is_killed_frees_its_request(shared: Server):
+    command = [sys.executable, "-m", "conflux_jax.client", "--target", shared.target]
+    command += ["--prompt", "ab", "--max-tokens", "1000"]
+
+    def num_decodes(stub: Any) -> int:
+        return sum(g.num_decodes for g in stub.GetLoad(pb.GetLoadRequest()).groups)
+
+    with (
+        connected(shared) as (_, stub),
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.read(3) == b"aba"
+        assert num_decodes(stub) == 1
+        process.kill()
+        wait_until(lambda: num_decodes(stub) == 0, 2.0)
 
 
 def test_the_client_names_a_server_that_is_not_there(capsys: pytest.CaptureFixture[str]):

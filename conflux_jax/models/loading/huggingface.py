@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from conflux_jax.models.spec import ModelError, ModelSpec
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+_PIECE_BYTES = 1 << 24  # of two tensors that are compared
+_HEAD = "lm_head.weight"
 _OLD_BUFFERS = ("rotary_emb.inv_freq",)
 
 
@@ -29,6 +32,14 @@ class _Tensor:
     shape: Shape
     start: int  # bytes from the start of the file
     end: int
+
+    def data(self) -> np.ndarray:
+        """The bytes, mapped and not yet read."""
+        return np.asarray(np.memmap(self.file, np.uint8, "r", self.start, (self.end - self.start,)))
+
+    def pieces(self) -> Iterator[np.ndarray]:
+        data = self.data()
+        return (data[i : i + _PIECE_BYTES] for i in range(0, len(data), _PIECE_BYTES))
 
 
 class HuggingFaceSource:
@@ -44,6 +55,8 @@ class HuggingFaceSource:
         self._directory = Path(directory)
         self.spec = read_spec(self._directory)
         self._tensors = _find_tensors(self._directory)
+        if self.spec.tie_word_embeddings and self._has_own_head():
+            self.spec = dataclasses.replace(self.spec, tie_word_embeddings=False)
         found = {name: t.shape for name, t in self._tensors.items() if self._is_used(name)}
         self._shapes = check_shapes(self.spec, found, str(self._directory))
         for name in self._shapes:
@@ -62,13 +75,24 @@ class HuggingFaceSource:
         if name not in self._shapes:
             raise ModelError(f"{self._directory}: {name}: no such tensor")
         tensor = self._tensors[name]
-        data = np.memmap(tensor.file, np.uint8, "r", tensor.start, (tensor.end - tensor.start,))
-        return np.asarray(data).view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return tensor.data().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+
+    def _has_own_head(self) -> bool:
+        """Whether a model that says its head is tied stores another one, as some fine-tuned ones
+        do. That head counts, as in transformers 5; a mere copy of the embedding does not."""
+        head = self._tensors.get(_HEAD)
+        embedding = self._tensors.get("model.embed_tokens.weight")
+        if head is None or embedding is None:
+            return False
+        if (head.dtype, head.shape) != (embedding.dtype, embedding.shape):
+            return True
+        pieces = zip(head.pieces(), embedding.pieces(), strict=True)
+        return not all(np.array_equal(a, b) for a, b in pieces)
 
     def _is_used(self, name: str) -> bool:
         """False for what checkpoints hold beside the weights: buffers that old versions saved, and
-        a head that a tied model may store, which the embedding overrides."""
-        if name == "lm_head.weight" and self.spec.tie_word_embeddings:
+        a copy of the embedding as the head of a tied model."""
+        if name == _HEAD and self.spec.tie_word_embeddings:
             return False
         return not name.endswith(_OLD_BUFFERS)
 
