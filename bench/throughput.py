@@ -149,7 +149,7 @@ def load_seconds(sp: int) -> float:
 
 
 def table(results: Results) -> str:
-    peers = list(dict.fromkeys(peer for workload in WORKLOADS for peer in workload.ratios))
+    peers = COLUMNS[1:]
     header = ["tokens/s", *COLUMNS, *(f"vs {peer}" for peer in peers)]
     lines = [header]
     for workload in WORKLOADS:

@@ -8,6 +8,12 @@ import os
 from conflux_jax.config import ConfigError
 
 FORCED_COUNT_FLAG = "xla_force_host_platform_device_count"
+CPU_DEVICES = 8  # asked for at least: a process may make engines of several meshes, one by one
+CPU_COLLECTIVE_FLAGS = {
+    # Virtual devices that share few cores can wait long for each other; that is no deadlock.
+    "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
+    "xla_cpu_collective_call_terminate_timeout_seconds": 600,
+}
 
 
 def ensure_devices(num_devices: int) -> None:
@@ -19,10 +25,11 @@ def ensure_devices(num_devices: int) -> None:
     """
     import jax
 
+    _add_xla_flags()
     counted_by_user = FORCED_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_num_cpu_devices < 0 and not counted_by_user:
         with contextlib.suppress(RuntimeError):  # JAX is in use; what it has is counted below
-            jax.config.update("jax_num_cpu_devices", num_devices)
+            jax.config.update("jax_num_cpu_devices", max(num_devices, CPU_DEVICES))
     platform = jax.default_backend()
     if (have := len(jax.devices())) >= num_devices:
         return
@@ -34,3 +41,23 @@ def ensure_devices(num_devices: int) -> None:
             "before anything else uses JAX"
         )
     raise ConfigError(message)
+
+
+def _add_xla_flags() -> None:
+    """XLA reads them when JAX is first used; what the user set stands."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    missing = {k: v for k, v in CPU_COLLECTIVE_FLAGS.items() if k not in flags}
+    added = [f"--{name}={value}" for name, value in missing.items()]
+    os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 arithmetic (AVX512-BF16 or AMX on x86, BF16 on Arm)."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            features = next(
+                (line for line in lines if line.lower().startswith(("flags", "features"))), ""
+            )
+    except OSError:
+        return False
+    return not {"avx512_bf16", "amx_bf16", "bf16"}.isdisjoint(features.split())

@@ -109,7 +109,10 @@ def _from_gguf(file: GGUFFile) -> TokenizerParts:
     if file.flag("tokenizer.ggml.add_bos_token", rules.add_bos):
         if "bos_token" not in special_tokens:
             raise file.fail("tokenizer.ggml.bos_token_id", "this field is missing")
-        _add_around(tokenizer, special_tokens["bos_token"], None)
+        bos = special_tokens["bos_token"]
+        tokenizer.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+            single=f"{bos}:0 $A:0", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
     return TokenizerParts(
         tokenizer=tokenizer,
         spelling=Spelling(byte_level=True),
@@ -173,19 +176,13 @@ def _gguf_special_tokens(file: GGUFFile, tokens: Sequence[str]) -> dict[str, str
     return found
 
 
-def _add_around(tokenizer: Tokenizer, before: str | None, after: str | None) -> None:
-    """Has `encode` put these special tokens around a text."""
-    pieces = ([before] if before else []) + ["$A"] + ([after] if after else [])
-    ids = [(text, tokenizer.token_to_id(text)) for text in (before, after) if text]
-    tokenizer.post_processor = TemplateProcessing(  # pyright: ignore
-        single=[f"{piece}:0" for piece in pieces], special_tokens=ids
-    )
-
-
 # Hugging Face
 
 
 def _from_directory(directory: Path) -> TokenizerParts:
+    """tokenizer.json says everything about tokens, a BOS in front included; as in transformers 5,
+    the flags `add_bos_token` and `add_eos_token` of tokenizer_config.json do not count beside it.
+    """
     path = directory / "tokenizer.json"
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -197,13 +194,6 @@ def _from_directory(directory: Path) -> TokenizerParts:
     config_path = directory / "tokenizer_config.json"
     config = read_json(config_path) if config_path.is_file() else {}
     special_tokens = _special_tokens(config)
-    if {"add_bos_token", "add_eos_token"} & set(config):  # as transformers 5: the flags win
-        bos = special_tokens.get("bos_token") if config.get("add_bos_token") else None
-        eos = special_tokens.get("eos_token") if config.get("add_eos_token") else None
-        for text in (bos, eos):
-            if text is not None and tokenizer.token_to_id(text) is None:
-                raise ModelError(f"{config_path}: {text!r} is no token of tokenizer.json")
-        _add_around(tokenizer, bos, eos)
     eos_ids = list(eos_token_ids(directory))
     if (text := special_tokens.get("eos_token")) is not None:
         eos_ids += [i for i in [tokenizer.token_to_id(text)] if i is not None]

@@ -4,24 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator
 from pathlib import Path
 
-import jaxtyping
 import pytest
 import yaml
 
 from conflux_jax.config import Config, ConfigError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def plain_python() -> Iterator[None]:
-    """These classes check what they are given themselves, as they must outside of tests; here the
-    type checker of the tests would come before them."""
-    before = jaxtyping.config.jaxtyping_disable
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", before)
 
 
 def from_flags(*flags: str) -> Config:

@@ -25,13 +25,14 @@ from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.loading.placement import load_parameters
 from conflux_jax.models.spec import WeightSource
 from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry, StepOutput
+from conflux_jax.platform import cpu_multiplies_bfloat16
 from conflux_jax.request import Logprobs
 from conflux_jax.scheduler.buckets import Ladders
 
 COMPILE_THREADS = 2
 CPU_BUCKET_GROWTH = 2.0
 BUCKET_GROWTH = 1.125
-CPU_WIDEN_ROWS = 64  # bfloat16 only; measured on a CPU with AVX2
+CPU_WIDEN_ROWS = 64  # on CPUs without bfloat16 arithmetic; measured with AVX2
 
 
 def make_mesh(sp: int, tp: int) -> Mesh:
@@ -39,7 +40,8 @@ def make_mesh(sp: int, tp: int) -> Mesh:
     devices = jax.devices()
     if len(devices) < sp * tp:
         raise ConfigError(
-            f"sp * tp: {sp} * {tp} needs {sp * tp} devices, {devices[0].platform} has {len(devices)}"
+            f"sp * tp: {sp} * {tp} needs {sp * tp} devices; "
+            f"{devices[0].platform} has {len(devices)}"
         )
     grid = np.array(devices[: sp * tp]).reshape(sp, tp)
     return Mesh(grid, ("sp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -108,7 +110,8 @@ class Runner:
             )
         heads = HeadLayout.make(spec, config.mesh.sp, config.mesh.tp)
         dtype = jnp.dtype(config.model.dtype)
-        widens = mesh.devices.flat[0].platform == "cpu" and dtype == jnp.bfloat16
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        widens = on_cpu and dtype == jnp.bfloat16 and not cpu_multiplies_bfloat16()
         dims = DecoderDims(spec, heads, dtype, CPU_WIDEN_ROWS if widens else None)
         _, abstract = abstract_decoder(dims)
         params = load_parameters(source, dims, abstract, mesh)

@@ -62,7 +62,7 @@ def _argmax(logits: Float[Array, "samples vocab"]) -> Int[Array, " samples"]:
 
 
 def _draw(logits, inputs: SamplingInputs) -> Int[Array, " samples"]:
-    """A draw from the tempered distribution, cut by min-p, then top-k, then top-p (vLLM's order)."""
+    """A draw from the tempered distribution, cut by min-p, then top-k, then top-p as in vLLM."""
     temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
     scaled = logits / temperature
     scaled = scaled - scaled.max(axis=1, keepdims=True)

@@ -103,9 +103,7 @@ def _decode_path(q, kv, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
     k = k.reshape(rows, heads.kv_per_rank, head_dim)
     v = v.reshape(rows, heads.kv_per_rank, head_dim)
     grouped = q[:rows].reshape(rows, heads.kv_per_rank, heads.q_per_kv_decode, head_dim)
-    out = decode_attention(
-        grouped, k, v, pool, layer, inputs.page_table, inputs.context_lens
-    )
+    out = decode_attention(grouped, k, v, pool, layer, inputs.page_table, inputs.context_lens)
     return out.reshape(rows, -1), (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
 
 

@@ -70,7 +70,7 @@ class HeadLayout:
         heads = [
             (kv, list(range(kv * per_kv, (kv + 1) * per_kv))) for kv in range(spec.num_kv_heads)
         ]
-        ranks, tp_replicas = _split(heads, tp)
+        ranks, _ = _split(heads, tp)
         shards, replicas = [], 1
         for rank in ranks:
             parts, replicas = _split(rank, groups)

@@ -46,9 +46,7 @@ def project_to_rows(
     x = jnp.pad(x, [(0, max(0, 2 - rows)), (0, 0)])
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (1,)), ((), ()))
-    wide = lax.dot_general(
-        x, table, dims, precision=precision, preferred_element_type=jnp.float32
-    )
+    wide = lax.dot_general(x, table, dims, precision=precision, preferred_element_type=jnp.float32)
     return wide[:rows]
 
 
@@ -69,8 +67,12 @@ def rope_inv_freq(spec: ModelSpec) -> np.ndarray:
         scaling.high_freq_factor - scaling.low_freq_factor
     )
     between = (1 - smooth) * inv_freq / scaling.factor + smooth * inv_freq
-    scaled = np.where(wavelength > context / scaling.low_freq_factor, inv_freq / scaling.factor, between)
-    return np.where(wavelength < context / scaling.high_freq_factor, inv_freq, scaled).astype(np.float32)
+    scaled = np.where(
+        wavelength > context / scaling.low_freq_factor, inv_freq / scaling.factor, between
+    )
+    return np.where(wavelength < context / scaling.high_freq_factor, inv_freq, scaled).astype(
+        np.float32
+    )
 
 
 def rope_tables(

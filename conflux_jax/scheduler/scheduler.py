@@ -210,7 +210,7 @@ class Scheduler:
     def _plan_prefill(self, draft: Draft, now: float) -> None:
         """Chunks up to the budget: partly prefilled prompts first, then new ones."""
         budget = self._prefill_budget([len(rows) for rows in draft.decodes])
-        for state in self._queue_order(now):
+        for state in self._started(now):
             if budget <= 0 or len(draft.chunks) >= self._config.max_prefill_segments:
                 return
             budget -= self._plan_chunk(draft, state, budget)
@@ -218,7 +218,7 @@ class Scheduler:
         if not draft.preempted and self._memory.has_slot and len(self._queue):
             self._admit(draft, budget, now)
 
-    def _queue_order(self, now: float) -> list[RequestState]:
+    def _started(self, now: float) -> list[RequestState]:
         prefilling = self._running.prefilling
         return self._queue.started(prefilling.values(), now) if prefilling else []
 

@@ -1,4 +1,4 @@
-"""The XLA attention path against the float64 oracle: paged contexts, ragged segments, stale pages."""
+"""The XLA attention path against the oracle: paged contexts, ragged segments, stale pages."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,8 +120,8 @@ def test_prefill_equals_the_oracle(segments, page_tokens, kv_heads, per_kv, axis
         *(jnp.asarray(x, jnp.float32) for x in (q, k, v, pool.array)),
         jnp.int32(LAYER),
         Segments(
-            jnp.asarray(starts + [0, 0], jnp.int32),
-            jnp.asarray([context for context, _ in segments] + [0, 0], jnp.int32),
+            jnp.asarray([*starts, 0, 0], jnp.int32),
+            jnp.asarray([*(context for context, _ in segments), 0, 0], jnp.int32),
             jnp.asarray(_table([*ids, [], []], 40)),
             jnp.asarray(blocks + [(0, 0, 0)] * (width - len(blocks)), jnp.int32),
             jnp.int32(len(blocks)),

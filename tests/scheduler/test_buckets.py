@@ -2,7 +2,7 @@ import doctest
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conflux_jax.scheduler import buckets, memory, page_pool, placement, waterfill
@@ -14,6 +14,7 @@ def test_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
 
+@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5000), st.sampled_from((1.01, 1.125, 1.5, 2.0, 8.0)))
 def test_ladder_rises_to_its_top_in_bounded_steps(low, high, growth):
     sizes = ladder(low, high, growth)
@@ -24,7 +25,7 @@ def test_ladder_rises_to_its_top_in_bounded_steps(low, high, growth):
 
 
 sizes = st.none() | st.sets(st.integers(1, 900), min_size=1).map(lambda s: tuple(sorted(s)))
-settings = st.fixed_dictionaries(
+choices = st.fixed_dictionaries(
     {
         "max_decodes": st.integers(1, 300),
         "level": st.integers(1, 600),
@@ -36,7 +37,8 @@ settings = st.fixed_dictionaries(
 )
 
 
-@given(settings, st.data())
+@settings(deadline=None)
+@given(choices, st.data())
 def test_every_pick_is_compiled_and_holds_what_it_must(given_settings, data):
     made = Ladders.make(**given_settings)
     decodes = data.draw(st.integers(0, made.max_decodes))
@@ -49,6 +51,7 @@ def test_every_pick_is_compiled_and_holds_what_it_must(given_settings, data):
     assert bucket.rows >= (rows if prefill else decodes)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 600), st.sampled_from((1.125, 1.5, 2.0)), st.data())
 def test_waste_is_bounded(max_decodes, level, growth, data):
     """A decode iteration runs at most `growth` times its rows (or 8 more, or twice below 8)."""

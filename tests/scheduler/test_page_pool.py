@@ -1,5 +1,5 @@
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conflux_jax.scheduler.page_pool import PageError, PagePool
@@ -31,6 +31,7 @@ def test_double_and_foreign_frees_raise(pages):
         pool.free(0, pages)
 
 
+@settings(deadline=None)
 @given(st.data(), st.integers(1, 20))
 def test_accounting_is_exact(data, num_pages):
     pool, held, free = PagePool(1, num_pages), [], set(range(num_pages))

@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from conflux_jax.scheduler.waterfill import waterfill
@@ -32,6 +32,7 @@ def test_what_does_not_fit_raises(loads, level, total):
         waterfill(loads, level, total)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 6), st.data())
 def test_equals_brute_force(loads, level, data):
     room = [max(0, level - load) for load in loads]
@@ -48,17 +49,16 @@ def test_equals_brute_force(loads, level, data):
     assert top(shares) == least
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=16), st.integers(1, 2000), st.data())
 def test_water_is_level(loads, level, data):
     total = data.draw(st.integers(0, sum(max(0, level - load) for load in loads)))
     shares = waterfill(loads, level, total)
-    wet = [(loads[group] + share, group) for group, share in enumerate(shares) if share]
-    if not wet:
-        return
-    surface = min(wet)[0]
-    # Nobody below the surface is dry; those that stand one token higher have the lowest index.
-    assert all(load + share >= surface for load, share in zip(loads, shares, strict=True))
-    assert max(wet)[0] <= surface + 1
-    high = [g for top, g in wet if top == surface + 1]
-    low = [g for g, load in enumerate(loads) if load + shares[g] == surface and load <= surface]
-    assert not high or not low or max(high) < min(low) or max(wet)[0] == surface
+    tops = [load + share for load, share in zip(loads, shares, strict=True)]
+    surface = max((top for top, share in zip(tops, shares, strict=True) if share), default=0)
+    # Nobody is more than the one token lower that does not divide evenly, ...
+    assert min(tops) >= surface - 1
+    # ... and those that have it come first.
+    high = [g for g, top in enumerate(tops) if top == surface and shares[g]]
+    low = [g for g, top in enumerate(tops) if top == surface - 1]
+    assert not high or not low or max(high) < min(low)
