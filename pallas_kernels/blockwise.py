@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.pages import gather_pages
 
 NEG_INF = -1e30  # finite: a block that is masked whole must not make NaN
-DECODE_BLOCK_ROWS = 8  # requests that share a trip count
+DECODE_BLOCK_ROWS = 32  # requests that share a trip count
 DECODE_BLOCK_KEYS = 128
 PREFILL_BLOCK_QUERIES = 128
 PREFILL_BLOCK_KEYS = 256

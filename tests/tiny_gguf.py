@@ -33,6 +33,7 @@ def write_tiny_gguf(path: Path, change: Change | None = None, **options: Any) ->
         "llama.attention.head_count_kv": 2,
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.context_length": 1024,
+        "llama.vocab_size": 288,
         "llama.rope.freq_base": 10000.0,
         "llama.rope.dimension_count": 16,
         "tokenizer.ggml.eos_token_id": 258,

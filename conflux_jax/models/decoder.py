@@ -15,7 +15,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from conflux_jax.models.heads import HeadLayout
-from conflux_jax.models.layers import matmul, project_to_rows, rms_norm, rotate, silu_product
+from conflux_jax.models.layers import linear, rms_norm, rotate, silu_product
 from conflux_jax.models.spec import ModelSpec
 
 TP = "tp"
@@ -23,7 +23,7 @@ TP = "tp"
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """A model on a mesh: what the parameters' shapes follow from. widen_rows: see `matmul`."""
+    """A model on a mesh: what the parameters' shapes follow from. widen_rows: see `linear`."""
 
     spec: ModelSpec
     heads: HeadLayout
@@ -31,8 +31,8 @@ class DecoderDims:
     widen_rows: int | None = None
 
     @property
-    def device_columns(self) -> int:
-        """Columns of the fused projection for one device's heads: its q, k and v."""
+    def device_outputs(self) -> int:
+        """Outputs of the fused projection for one device's heads: its q, k and v."""
         return (self.heads.q_per_device + 2 * self.heads.kv_per_device) * self.spec.head_dim
 
     @property
@@ -55,12 +55,12 @@ class Layer(nnx.Module):
         spec, heads, dtype = dims.spec, dims.heads, dims.dtype
         hidden, ffn, width = spec.hidden_size, spec.intermediate_size, spec.head_dim
         self.input_norm = _parameter((hidden,), dtype, None)
-        # Columns [tp][group][q | k | v]: one device's heads are one contiguous run.
-        self.wqkv = _parameter((hidden, dims.shards * dims.device_columns), dtype, None, TP)
-        self.wo = _parameter((dims.shards * heads.q_per_device * width, hidden), dtype, TP, None)
+        # Outputs [tp][group][q | k | v]: one device's heads are one contiguous run.
+        self.wqkv = _parameter((dims.shards * dims.device_outputs, hidden), dtype, TP, None)
+        self.wo = _parameter((hidden, dims.shards * heads.q_per_device * width), dtype, None, TP)
         self.post_norm = _parameter((hidden,), dtype, None)
-        self.w_gate_up = _parameter((hidden, 2 * ffn), dtype, None, TP)  # columns [tp][gate | up]
-        self.w_down = _parameter((ffn, hidden), dtype, TP, None)
+        self.w_gate_up = _parameter((2 * ffn, hidden), dtype, TP, None)  # outputs [tp][gate | up]
+        self.w_down = _parameter((hidden, ffn), dtype, None, TP)
         if spec.qk_norm:
             self.q_norm = _parameter((width,), dtype, None)
             self.k_norm = _parameter((width,), dtype, None)
@@ -77,7 +77,7 @@ class Layer(nnx.Module):
         """Rotated queries, and keys (rotated) then values, of this rank's heads by owning group."""
         spec, heads = self.dims.spec, self.dims.heads
         normed = rms_norm(x, self.input_norm[...], spec.rms_norm_eps)
-        projected = matmul(normed, self.wqkv[...], self.dims.widen_rows)
+        projected = linear(normed, self.wqkv[...], self.dims.widen_rows).astype(x.dtype)
         projected = projected.reshape(x.shape[0], heads.groups, -1, spec.head_dim)
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
         q, k, v = jnp.split(projected, (num_q, num_q + num_kv), axis=2)
@@ -90,13 +90,16 @@ class Layer(nnx.Module):
         self, x: Float[Array, "rows hidden"], attention: Float[Array, "rows q_width"]
     ) -> Float[Array, "rows hidden"]:
         """Output projection and feed-forward, each added to the residual."""
-        widen = self.dims.widen_rows
-        x = x + self._sum(matmul(attention, self.wo[...], widen))
+        x = x + self._reduced(attention, self.wo[...])
         hidden = rms_norm(x, self.post_norm[...], self.dims.spec.rms_norm_eps)
-        hidden = silu_product(matmul(hidden, self.w_gate_up[...], widen))
-        return x + self._sum(matmul(hidden, self.w_down[...], widen))
+        gate_up = linear(hidden, self.w_gate_up[...], self.dims.widen_rows)
+        return x + self._reduced(silu_product(gate_up).astype(x.dtype), self.w_down[...])
 
-    def _sum(self, partial: Float[Array, "rows hidden"]) -> Float[Array, "rows hidden"]:
+    def _reduced(
+        self, x: Float[Array, "rows inputs"], weight: Float[Array, "hidden inputs"]
+    ) -> Float[Array, "rows hidden"]:
+        """A product whose inputs are split over the ranks, summed over them."""
+        partial = linear(x, weight, self.dims.widen_rows).astype(x.dtype)
         return lax.psum(partial, TP) if self.dims.heads.tp > 1 else partial
 
 
@@ -130,7 +133,9 @@ class Decoder(nnx.Module):
         """Float32 logits over the padded vocabulary, whole on every rank."""
         table = self.embedding if self.dims.spec.tie_word_embeddings else self.head
         x = rms_norm(x, self.final_norm[...], self.dims.spec.rms_norm_eps)
-        local = project_to_rows(x, table[...])
+        # Never of a single row, for which XLA's CPU backend would widen the whole table first.
+        padded = jnp.pad(x, [(0, max(0, 2 - x.shape[0])), (0, 0)])
+        local = linear(padded, table[...])[: x.shape[0]]
         if self.dims.heads.tp == 1:
             return local
         return lax.all_gather(local, TP, axis=1, tiled=True)

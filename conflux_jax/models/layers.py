@@ -22,32 +22,22 @@ def rms_norm(
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
 
 
-def matmul(
-    x: Float[Array, "rows k"], w: Float[Array, "k n"], widen_rows: int | None = None
-) -> Float[Array, "rows n"]:
-    """x @ w, accumulated in float32, in x's type. Float32 operands are never rounded lower.
+def linear(
+    x: Float[Array, "rows inputs"],
+    weight: Float[Array, "outputs inputs"],
+    widen_rows: int | None = None,
+) -> Float[Array, "rows outputs"]:
+    """x @ weight.T in float32. Float32 operands are never rounded lower.
 
-    widen_rows: from this many rows on, x and w are made float32 before the product. For CPUs
-    without bfloat16 arithmetic: to widen w once is cheaper than what XLA does inside the product.
+    Weights are stored as checkpoints have them, outputs first: XLA's CPU backend multiplies that
+    faster, and others do not care. widen_rows: from this many rows on, both operands are made
+    float32 first. For CPUs without bfloat16 arithmetic, where XLA would do it again and again.
     """
     if widen_rows is not None and x.shape[0] >= widen_rows:
-        return lax.dot(x.astype(jnp.float32), w.astype(jnp.float32)).astype(x.dtype)
+        x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    wide = lax.dot(x, w, precision=precision, preferred_element_type=jnp.float32)
-    return wide.astype(x.dtype)
-
-
-def project_to_rows(
-    x: Float[Array, "rows k"], table: Float[Array, "n k"]
-) -> Float[Array, "rows n"]:
-    """x @ table.T in float32. The contraction is spelled out, and never of a single row: other
-    spellings make XLA's CPU backend widen the whole table to float32 first."""
-    rows = x.shape[0]
-    x = jnp.pad(x, [(0, max(0, 2 - rows)), (0, 0)])
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    dims = (((1,), (1,)), ((), ()))
-    wide = lax.dot_general(x, table, dims, precision=precision, preferred_element_type=jnp.float32)
-    return wide[:rows]
+    dims = (((1,), (1,)), ((), ()))  # spelled out: of `weight.T` XLA may make a float32 copy
+    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def rope_inv_freq(spec: ModelSpec) -> np.ndarray:
@@ -97,6 +87,6 @@ def rotate(
 
 
 def silu_product(gate_up: Float[Array, "rows two_ffn"]) -> Float[Array, "rows ffn"]:
-    """silu(gate) * up of `[gate | up]`, in float32."""
-    gate, up = jnp.split(gate_up.astype(jnp.float32), 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(gate_up.dtype)
+    """silu(gate) * up of `[gate | up]`."""
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    return jax.nn.silu(gate) * up

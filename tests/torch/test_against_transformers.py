@@ -171,7 +171,8 @@ def test_gguf_tokenizer(tmp_path: Path, pre: str):
     path = write_tiny_gguf(tmp_path / "a.gguf", lambda own, _: own.update(fields))
     ours = open_text(path)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    for text in CORPUS:
+    # transformers adds GPT-2's own special token to every vocabulary of this kind.
+    for text in (text for text in CORPUS if "<|endoftext|>" not in text):
         composed = unicodedata.normalize("NFC", text) if pre == "qwen2" else text
         assert ours.encode(text) == theirs.encode(composed)
         assert ours.decode(ours.encode(text)) == theirs.decode(
@@ -192,6 +193,7 @@ def test_logits_from_gguf(tmp_path: Path, tied: bool):
     assert_same_logits(our_logits(path, ids), their_logits(model, ids))
 
 
+@pytest.mark.timeout(1800)
 def test_goldens_are_what_transformers_computes(smollm2_path: Path):
     """Equal but for rounding: margins within 2e-3, and a near tie may be decided differently."""
     for name, made in build(smollm2_path).items():

@@ -1,7 +1,7 @@
 """From a checkpoint to sharded parameters: one tensor in host memory at a time.
 
 Each parameter starts as zeros on the devices; a layer's tensor is laid out on the host (heads
-ordered, replicated or padded; columns grouped by rank), sent already sharded, and written into its
+ordered, replicated or padded; outputs grouped by rank), sent already sharded, and written into its
 layer in place.
 """
 
@@ -99,22 +99,22 @@ class _Layouts:
         return self.source.read(prefix + "self_attn.k_norm.weight")
 
     def wqkv(self, prefix: str) -> np.ndarray:
-        """`[hidden, shards * (q + k + v) * head_dim]`, one device's heads after the other's."""
+        """`[shards * (q + k + v) * head_dim, hidden]`, one device's heads after the other's."""
         heads, hidden = self.dims.heads, self.dims.spec.hidden_size
         shards = self.dims.shards
         parts = []
         for name, order in (("q", heads.q_source), ("k", heads.kv_source), ("v", heads.kv_source)):
             weight = self._heads(prefix + f"self_attn.{name}_proj.weight", order, axis=0)
             parts.append(weight.reshape(shards, -1, hidden))
-        return np.concatenate(parts, axis=1).reshape(-1, hidden).T
+        return np.concatenate(parts, axis=1).reshape(-1, hidden)
 
     def wo(self, prefix: str) -> np.ndarray:
-        """`[shards * q * head_dim, hidden]`, rows in the order of `wqkv`'s queries."""
+        """`[hidden, shards * q * head_dim]`, inputs in the order of `wqkv`'s queries."""
         name = prefix + "self_attn.o_proj.weight"
-        return self._heads(name, self.dims.heads.q_source, axis=1).T
+        return self._heads(name, self.dims.heads.q_source, axis=1)
 
     def w_gate_up(self, prefix: str) -> np.ndarray:
-        """`[hidden, 2 * ffn]`, columns `[rank][gate | up]`."""
+        """`[2 * ffn, hidden]`, outputs `[rank][gate | up]`."""
         hidden, tp = self.dims.spec.hidden_size, self.dims.heads.tp
         parts = [
             self._read(
@@ -123,12 +123,12 @@ class _Layouts:
             for name in ("gate", "up")
         ]
         ranks = [part.reshape(tp, -1, hidden) for part in parts]
-        return np.concatenate(ranks, axis=1).reshape(-1, hidden).T
+        return np.concatenate(ranks, axis=1).reshape(-1, hidden)
 
     def w_down(self, prefix: str) -> np.ndarray:
         spec = self.dims.spec
         shape = (spec.hidden_size, spec.intermediate_size)
-        return self._read(prefix + "mlp.down_proj.weight", shape).T
+        return self._read(prefix + "mlp.down_proj.weight", shape)
 
     def _read(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         array = self.source.read(name)
