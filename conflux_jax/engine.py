@@ -104,7 +104,8 @@ class Engine:
         self.info = info
         self.tokenizer = tokenizer
         self._scheduler = scheduler
-        self._executor = executor if on_plan is None else _Recording(executor, on_plan)
+        self._executor = _Measured(executor, on_plan)
+        self._busy_s = 0.0
         self._close_executor = getattr(executor, "close", None)
         self._clock = clock
         self._stall_limit_s = stall_limit_s
@@ -180,6 +181,16 @@ class Engine:
     def load(self) -> Future[Any]:
         """The scheduler's statistics as of the next turn (`Scheduler.load`)."""
         return self._inbox.post(self._scheduler.load)
+
+    def stats(self) -> dict[str, float]:
+        """Sums since the start, in seconds: `step_s`, the iterations' wall time on the engine's
+        thread, and `host_s`, the part of it that did not wait for the device. `iterations`."""
+        waited_s = self._executor.waited_s
+        return {
+            "host_s": max(0.0, self._busy_s - waited_s),
+            "step_s": self._busy_s,
+            "iterations": float(self._executor.num_collected),
+        }
 
     @property
     def now_s(self) -> float:
@@ -260,12 +271,14 @@ class Engine:
                 continue
             if progress:  # otherwise work is stuck, and the watchdog's time runs on
                 self._turn_started_s = self._clock()
+            started_s = time.perf_counter()
             previous = in_flight
             in_flight, events = turn(self._scheduler, self._executor, self._clock, previous)
             progress = in_flight is not None or previous is not None
             if progress:
                 self._turn_started_s = None
             self._deliver(events)
+            self._busy_s += time.perf_counter() - started_s
         if in_flight is not None:  # the device still works in buffers that are to be freed
             self._executor.collect(in_flight.ticket)
 
@@ -366,18 +379,24 @@ class Engine:
                 self._fail(f"no progress for {self._stall_limit_s:g} s")
 
 
-class _Recording:
-    """An executor that reports each plan and its measured seconds."""
+class _Measured:
+    """An executor that times the waits for the device and reports each plan's measured seconds."""
 
-    def __init__(self, executor: Executor, on_plan: Callable[[IterationPlan, float], None]):
+    def __init__(self, executor: Executor, on_plan: Callable[[IterationPlan, float], None] | None):
         self._executor = executor
         self._on_plan = on_plan
+        self.waited_s = 0.0
+        self.num_collected = 0
 
     def launch(self, plan: IterationPlan) -> Any:
         return plan, self._executor.launch(plan)
 
     def collect(self, ticket: Any) -> StepOutput:
         plan, inner = ticket
+        started_s = time.perf_counter()
         output = self._executor.collect(inner)
-        self._on_plan(plan, output.elapsed_s)
+        self.waited_s += time.perf_counter() - started_s
+        self.num_collected += 1
+        if self._on_plan is not None:
+            self._on_plan(plan, output.elapsed_s)
         return output

@@ -9,9 +9,8 @@ from jax.sharding import PartitionSpec
 
 from conflux_jax.config import Config
 from conflux_jax.execution.batch import BufferLayout
-from conflux_jax.execution.kv_cache import POOL_SPEC
 from conflux_jax.execution.runner import Runner
-from conflux_jax.execution.step import StepState, forward
+from conflux_jax.execution.step import StepState, forward, state_specs
 from conflux_jax.models.decoder import abstract_decoder
 from conflux_jax.models.spec import WeightSource
 from conflux_jax.plan import Admission, IterationPlan, PrefillChunk
@@ -71,7 +70,7 @@ def _logits_step(runner: Runner, bucket):
         logits = model.logits(x)[:, : runner.dims.spec.vocab_size]
         return StepState(pool, state.last_tokens), logits
 
-    specs = StepState(POOL_SPEC, PartitionSpec())
+    specs = state_specs()
     sharded = jax.shard_map(
         step,
         mesh=runner.mesh,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -155,7 +156,7 @@ class Runner:
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:
         """The step of a bucket, lowered for the shapes and shardings that it runs with."""
-        step = make_step(
+        step: Any = make_step(
             self._graphdef,
             self._abstract,
             self.dims,

@@ -42,6 +42,12 @@ class StepState(NamedTuple):
     last_tokens: jax.Array
 
 
+def state_specs() -> StepState:
+    """How the state lies on the mesh: a PartitionSpec for each field."""
+    specs: Any = POOL_SPEC, PartitionSpec()
+    return StepState(*specs)
+
+
 def make_step(
     graphdef: nnx.GraphDef,
     abstract: nnx.State,
@@ -70,13 +76,13 @@ def make_step(
         last_tokens = _remember(state.last_tokens, fields["sample_slots"], sampled.token_ids)
         return StepState(pool, last_tokens), jax.tree.map(lambda leaf: leaf[None], sampled)
 
-    per_group = PartitionSpec(SP)
-    state_specs = StepState(POOL_SPEC, PartitionSpec())
+    per_group: Any = PartitionSpec(SP)
+    specs = state_specs()
     sharded = jax.shard_map(
         step,
         mesh=mesh,
-        in_specs=(nnx.get_partition_spec(abstract), state_specs, per_group),
-        out_specs=(state_specs, Sampled(*(per_group,) * len(Sampled._fields))),
+        in_specs=(nnx.get_partition_spec(abstract), specs, per_group),
+        out_specs=(specs, Sampled(*(per_group,) * len(Sampled._fields))),
         check_vma=False,  # the last tokens are equal on all devices by the all-gather
     )
     return jax.jit(sharded, donate_argnums=(1,))

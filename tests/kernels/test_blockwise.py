@@ -117,7 +117,10 @@ def test_prefill_equals_the_oracle(segments, page_tokens, kv_heads, per_kv, axis
     width = max_prefill_blocks(axis, padding)
     assert len(blocks) <= width
     out = prefill_attention(
-        *(jnp.asarray(x, jnp.float32) for x in (q, k, v, pool.array)),
+        jnp.asarray(q, jnp.float32),
+        jnp.asarray(k, jnp.float32),
+        jnp.asarray(v, jnp.float32),
+        jnp.asarray(pool.array),
         jnp.int32(LAYER),
         Segments(
             jnp.asarray([*starts, 0, 0], jnp.int32),
