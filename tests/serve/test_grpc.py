@@ -332,9 +332,9 @@ async def test_a_client_that_stops_reading_disturbs_nobody():
     with make_fake() as fake:
         async with serving(fake) as client:
             sleeper = client.stub.Generate(generate_request(**LONG))
-            await anext(aiter(sleeper))
+            messages = [await anext(aiter(sleeper))]
             assert len(await client.text("ab", max_tokens=100)) == 100
-            messages = [message async for message in sleeper]
+            messages += [message async for message in sleeper]
             assert messages[-1].usage.completion_tokens == 300
 
 
