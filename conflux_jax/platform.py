@@ -8,7 +8,6 @@ import os
 from conflux_jax.config import ConfigError
 
 FORCED_COUNT_FLAG = "xla_force_host_platform_device_count"
-CPU_DEVICES = 8  # asked for at least: a process may make engines of several meshes, one by one
 CPU_COLLECTIVE_FLAGS = {
     # Virtual devices that share few cores can wait long for each other; that is no deadlock.
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
@@ -20,7 +19,9 @@ def ensure_devices(num_devices: int) -> None:
     """Make sure that JAX has `num_devices` devices: on a CPU by asking for virtual ones.
 
     JAX counts its CPU devices once, when it is first used; so this runs before that, and has no
-    effect after it. A count that the user set, in JAX_NUM_CPU_DEVICES or XLA_FLAGS, stands.
+    effect after it. A count that the user set, in JAX_NUM_CPU_DEVICES or XLA_FLAGS, stands. Never
+    more than asked for: XLA makes a thread for each device, and threads past the cores slow every
+    operator down (on two cores a step with 8 devices took 1.2 to 1.6 times that with one).
     Raises ConfigError that names the rule when there are too few.
     """
     import jax
@@ -29,7 +30,7 @@ def ensure_devices(num_devices: int) -> None:
     counted_by_user = FORCED_COUNT_FLAG in os.environ.get("XLA_FLAGS", "")
     if jax.config.jax_num_cpu_devices < 0 and not counted_by_user:
         with contextlib.suppress(RuntimeError):  # JAX is in use; what it has is counted below
-            jax.config.update("jax_num_cpu_devices", max(num_devices, CPU_DEVICES))
+            jax.config.update("jax_num_cpu_devices", num_devices)
     platform = jax.default_backend()
     if (have := len(jax.devices())) >= num_devices:
         return

@@ -9,7 +9,9 @@ import pytest
 
 from conflux_jax.models.loading import find_model
 
-jax.config.update("jax_num_cpu_devices", 8)  # before anything uses JAX: all meshes of the tests
+jax.config.update(
+    "jax_num_cpu_devices", 4
+)  # before anything uses JAX: the largest mesh of the tests
 
 
 @pytest.fixture(scope="session")
