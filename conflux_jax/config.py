@@ -46,6 +46,23 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class ExecutionConfig:
+    """How an iteration runs. The defaults are the scheme; the other choices take one of its parts
+    away, to measure what it brings."""
+
+    decode_attention: str = _setting(
+        "local",
+        "where decode tokens attend: on their own group, or over all groups as prefill does",
+        choices=("local", "spread"),
+    )
+    linear: str = _setting(
+        "together",
+        "linear layers: decode and prefill rows as one batch, or one after the other",
+        choices=("together", "apart"),
+    )
+
+
+@dataclass(frozen=True)
 class CacheConfig:
     page_tokens: int = _setting(16, "tokens of one KV page in decode layout", low=1)
     kv_pool_tokens: int | None = _setting(
@@ -101,6 +118,7 @@ class Config:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     mesh: MeshConfig = field(default_factory=MeshConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     server: ServerConfig = field(default_factory=ServerConfig)

@@ -25,16 +25,29 @@ class PoolGeometry:
     A page of `page_tokens` tokens with all heads of its tensor-parallel rank (decode layout) has
     the bytes of one with `prefill_page_tokens` tokens and that device's share of the heads (prefill
     layout). With one group both layouts are the same and pages change hands without a copy.
+
+    shared: decode attention is spread over the groups as well, so there is only one layout. A page
+    then stands for the one of its number on every group, and all groups have one free list.
     """
 
     groups: int
     num_pages: int  # per group
     page_tokens: int
     prefill_page_tokens: int
+    shared: bool = False
 
     @property
     def needs_handoff(self) -> bool:
-        return self.groups > 1
+        return self.groups > 1 and not self.shared
+
+    @property
+    def num_pools(self) -> int:
+        """Free lists: one per group, or one for all."""
+        return 1 if self.shared else self.groups
+
+    def pool_of(self, group: int) -> int:
+        """The free list that a group's pages come from."""
+        return 0 if self.shared else group
 
     def decode_pages(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_tokens)
@@ -77,7 +90,8 @@ class Bucket:
 @dataclass(frozen=True, slots=True)
 class Admission:
     """A request takes a slot. `token_ids` is its prompt, plus what it had generated before a
-    preemption. `prefill_pages[group]` are the pages for all of it in prefill layout."""
+    preemption. `prefill_pages[pool]` are the pages for all of it in prefill layout, in each group
+    (`PoolGeometry.pool_of`)."""
 
     slot: int
     request: Request
@@ -88,7 +102,7 @@ class Admission:
 @dataclass(frozen=True, slots=True)
 class Placement:
     """A request gets its decode group and pages there for the tokens it has (decode layout).
-    With one group these are its prefill pages."""
+    Where nothing is handed over these are its prefill pages."""
 
     slot: int
     group: int

@@ -18,7 +18,8 @@ from pallas_kernels.blockwise import max_prefill_blocks, prefill_block_queries
 
 @dataclass(frozen=True)
 class BatchLimits:
-    """The static sizes beside the bucket's. page_rows: pool rows of one page on one device."""
+    """The static sizes beside the bucket's. page_rows: pool rows of one page on one device. apart:
+    prefill rows come after all decode rows of the bucket, used or not (`Ladders.apart`)."""
 
     geometry: PoolGeometry
     page_rows: int
@@ -26,6 +27,7 @@ class BatchLimits:
     max_model_len: int
     max_segments: int
     handoff_pages: int
+    apart: bool = False
 
     @property
     def decode_table(self) -> int:
@@ -67,11 +69,13 @@ class BufferLayout:
             "wants_logprobs": (),
         }
         if bucket.decode_rows:
+            # Those that a device attends for: its group's, or with shared pages those of all.
+            attended = bucket.decode_rows * (groups if limits.geometry.shared else 1)
             shapes |= {
                 "decode_slots": (bucket.decode_rows,),
-                "context_lens": (bucket.decode_rows,),
-                "decode_writes": (bucket.decode_rows,),
-                "decode_table": (bucket.decode_rows, limits.decode_table),
+                "context_lens": (attended,),
+                "decode_writes": (attended,),
+                "decode_table": (attended, limits.decode_table),
             }
         if bucket.prefill:
             tokens = groups * bucket.rows
@@ -169,7 +173,9 @@ class BatchBuilder:
         for change in plan.admissions:
             slot, params = change.slot, change.request.params
             self._tokens[slot] = np.asarray(change.token_ids, np.int32)
-            for group, pages in enumerate(change.prefill_pages):
+            geometry = self.limits.geometry
+            for group in range(geometry.groups):
+                pages = change.prefill_pages[geometry.pool_of(group)]
                 self._prefill_pages[group, slot, : len(pages)] = pages
             self._floats[:, slot] = params.temperature, params.top_p, params.min_p
             self._top_k[slot] = params.top_k
@@ -196,9 +202,11 @@ class BatchBuilder:
             positions = np.fromiter((row.position for row in rows), np.int32, n)
             f["decode_slots"][group, :n] = slots
             f["positions"][group, :n] = positions
-            f["context_lens"][group, :n] = positions
-            f["decode_table"][group, :n] = self._decode_pages[slots]
-            f["decode_writes"][group, :n] = self._decode_row(slots, positions)
+            shared, first = self.limits.geometry.shared, group * plan.bucket.decode_rows
+            attended = np.s_[:, first : first + n] if shared else np.s_[group, :n]
+            f["context_lens"][attended] = positions
+            f["decode_table"][attended] = self._decode_pages[slots]
+            f["decode_writes"][attended] = self._decode_row(slots, positions)
             f["sample_rows"][group, :n] = np.arange(n)
             self._sampling_fields(f, group, slice(0, n), slots, positions + 1)
             where += [(group, i) for i in range(n)]
@@ -214,6 +222,8 @@ class BatchBuilder:
         geometry, rows = self.limits.geometry, plan.bucket.rows
         shares = np.array(plan.prefill_shares, np.int32)
         starts = np.array([len(group) for group in plan.decodes], np.int32)
+        if self.limits.apart:
+            starts[:] = plan.bucket.decode_rows
         owner = np.repeat(np.arange(geometry.groups, dtype=np.int32), shares)
         cuts = np.cumsum(shares) - shares
         row = starts[owner] + np.arange(len(owner), dtype=np.int32) - cuts[owner]

@@ -26,9 +26,13 @@ class PoolShape:
     @property
     def shape(self) -> tuple[int, ...]:
         heads, spec = self.dims.heads, self.dims.spec
-        page_rows = self.geometry.page_tokens * heads.kv_per_rank
         pages = self.geometry.groups * self.geometry.num_pages
-        return (spec.num_layers, 2, pages, heads.tp * page_rows, spec.head_dim)
+        return (spec.num_layers, 2, pages, heads.tp * self.page_rows, spec.head_dim)
+
+    @property
+    def page_rows(self) -> int:
+        """Pool rows of a page on one device, the same in both layouts."""
+        return self.geometry.prefill_page_tokens * self.dims.heads.kv_per_device
 
     def allocate(self, mesh: Mesh) -> jax.Array:
         """A pool of zeros: slots that were never written are read, then masked, so they must be
@@ -45,9 +49,10 @@ def page_bytes(dims: DecoderDims, page_tokens: int) -> int:
 
 
 def plan_geometry(
-    dims: DecoderDims, config: CacheConfig, max_tokens: int, mesh: Mesh
+    dims: DecoderDims, config: CacheConfig, max_tokens: int, mesh: Mesh, spread: bool = False
 ) -> PoolGeometry:
     """How many pages each group gets. `max_tokens`: the most that all contexts could ever fill.
+    spread: decode attention is spread over the groups, so KV stays in prefill layout.
 
     Raises ConfigError when not a single page fits."""
     heads, page_tokens = dims.heads, config.page_tokens
@@ -58,11 +63,14 @@ def plan_geometry(
         num_pages = min(budget, -(-max_tokens // page_tokens))
     if num_pages < 1:
         raise ConfigError(f"kv_pool_tokens: the KV pool holds no page of {page_tokens} tokens")
+    prefill_page_tokens = heads.prefill_page_tokens(page_tokens)
+    shared = spread and heads.groups > 1
     return PoolGeometry(
         groups=heads.groups,
         num_pages=num_pages,
-        page_tokens=page_tokens,
-        prefill_page_tokens=heads.prefill_page_tokens(page_tokens),
+        page_tokens=prefill_page_tokens if shared else page_tokens,
+        prefill_page_tokens=prefill_page_tokens,
+        shared=shared,
     )
 
 

@@ -77,11 +77,12 @@ class Runner:
         self.num_compilations = 0
         self.limits = BatchLimits(
             geometry=geometry,
-            page_rows=geometry.page_tokens * dims.heads.kv_per_rank,
+            page_rows=PoolShape(dims, geometry).page_rows,
             max_slots=config.scheduler.max_num_seqs,
             max_model_len=max_model_len,
             max_segments=config.scheduler.max_prefill_segments,
             handoff_pages=config.scheduler.handoff_pages,
+            apart=ladders.apart,
         )
         self._batches = BatchBuilder(self.limits)
         self._params, self._vocab_limit = params, vocab_limit
@@ -117,7 +118,8 @@ class Runner:
         _, abstract = abstract_decoder(dims)
         params = load_parameters(source, dims, abstract, mesh)
         most = config.scheduler.max_num_seqs * max_model_len
-        geometry = plan_geometry(dims, config.cache, most, mesh)
+        spread = config.execution.decode_attention == "spread"
+        geometry = plan_geometry(dims, config.cache, most, mesh, spread)
         ladders = plan_ladders(config, mesh, geometry)
         limit = min(vocab_limit or spec.vocab_size, spec.vocab_size)
         return cls(params, dims, mesh, geometry, ladders, config, max_model_len, limit)
@@ -201,6 +203,7 @@ def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:
         handoff=geometry.needs_handoff,
         rows=scheduler.rows_ladder,
         decode_rows=scheduler.decode_rows_ladder,
+        apart=config.execution.linear == "apart",
     )
 
 

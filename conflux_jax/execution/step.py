@@ -28,6 +28,7 @@ from conflux_jax.models.attention import (
     HandoffInputs,
     PrefillInputs,
     split_attention,
+    spread_attention,
 )
 from conflux_jax.models.decoder import DecoderDims
 from conflux_jax.models.layers import rope_inv_freq, rope_tables
@@ -67,7 +68,7 @@ def make_step(
     def step(params, state: StepState, buffer):
         model = nnx.merge(graphdef, params)
         fields = layout.unpack(buffer[0])
-        x, pool = forward(model, dims, bucket, state, fields)
+        x, pool = forward(model, dims, limits, bucket, state, fields)
         rows = jnp.take(x, fields["sample_rows"], axis=0, mode="clip")
         logits = model.logits(rows)
         if vocab_limit < logits.shape[1]:
@@ -88,7 +89,14 @@ def make_step(
     return jax.jit(sharded, donate_argnums=(1,))
 
 
-def forward(model: Any, dims: DecoderDims, bucket: Bucket, state: StepState, fields: dict):
+def forward(
+    model: Any,
+    dims: DecoderDims,
+    limits: BatchLimits,
+    bucket: Bucket,
+    state: StepState,
+    fields: dict,
+):
     """Hidden states of the packed rows after all layers, and the pool with their KV."""
     token_ids = fields["token_ids"]
     if bucket.decode_rows:
@@ -100,17 +108,29 @@ def forward(model: Any, dims: DecoderDims, bucket: Bucket, state: StepState, fie
     cos, sin = lax.optimization_barrier(tables)  # made once, not in every layer
     layer_def, layer_state = nnx.split(model.layers)
 
+    attend = spread_attention if limits.geometry.shared else split_attention
+    cut = bucket.decode_rows if limits.apart and bucket.prefill else 0
+
     def body(carry, scanned):
         x, pool = carry
         parameters, index = scanned
         layer = nnx.merge(layer_def, parameters)
-        q, kv = layer.qkv(x, cos, sin)
-        attention, pool = split_attention(q, kv, pool, index, inputs, dims.heads)
-        return (layer.finish(x, attention), pool), None
+        q, kv = _by_phase(layer.qkv, cut, x, cos, sin)
+        attention, pool = attend(q, kv, pool, index, inputs, dims.heads)
+        return (_by_phase(layer.finish, cut, x, attention), pool), None
 
     indices = jnp.arange(dims.spec.num_layers, dtype=jnp.int32)
     start = (model.embed(token_ids), state.pool)
     return lax.scan(body, start, (layer_state, indices))[0]
+
+
+def _by_phase(rows_function: Callable[..., Any], cut: int, *rows: jax.Array) -> Any:
+    """`rows_function` of packed rows; with a `cut`, first of those before it, then of the others."""
+    if not cut:
+        return rows_function(*rows)
+    first = rows_function(*(x[:cut] for x in rows))
+    first, others = lax.optimization_barrier((first, tuple(x[cut:] for x in rows)))
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts), first, rows_function(*others))
 
 
 def _attention_inputs(bucket: Bucket, f: dict) -> AttentionInputs:

@@ -96,6 +96,54 @@ def split_attention(
     return _merge(decode_out, prefill_out, inputs.decode, q), _write(pool, layer, writes)
 
 
+def spread_attention(
+    q: Float[Array, "rows groups q_heads head_dim"],
+    kv: Float[Array, "rows groups kv2 head_dim"],
+    pool: _Pool,
+    layer: Int[Array, ""],
+    inputs: AttentionInputs,
+    heads: HeadLayout,
+) -> tuple[Float[Array, "rows q_width"], _Pool]:
+    """`split_attention` as other systems have it, to measure against: decode rows go through the
+    all-to-alls as well, and every device attends for all groups' decodes with its own heads."""
+    rows, groups, num_q, head_dim = q.shape
+    received = _to_heads(q, kv)
+    out = jnp.zeros((groups, rows, num_q * head_dim), q.dtype)
+    writes: list[tuple[_Rows, _Rows, Int[Array, "tokens kv_heads"]]] = []
+    if inputs.prefill is not None:
+        prefill_out, written = _attend_prefill(received, pool, layer, inputs.prefill, heads)
+        out = prefill_out.reshape(out.shape)
+        writes.append(written)
+    if inputs.decode is not None:
+        decode_out, written = _attend_decodes(received, pool, layer, inputs.decode, heads)
+        out = _over_first_rows(decode_out, inputs.decode, out)
+        writes.append(written)
+    back = _all_to_all(out, split=0, concat=2).reshape(rows, -1)
+    pool, back = lax.optimization_barrier((pool, back))
+    return back, _write(pool, layer, writes)
+
+
+def _attend_decodes(received, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
+    """Decode attention of all groups' rows for this device's heads, groups one after the other."""
+    num_q, num_kv, head_dim = heads.q_per_device, heads.kv_per_device, received.shape[2]
+    decode_rows = inputs.context_lens.shape[0] // heads.groups
+    by_group = received.reshape(heads.groups, -1, *received.shape[1:])[:, :decode_rows]
+    q, k, v = jnp.split(_flat(by_group), (num_q, num_q + num_kv), axis=1)
+    grouped = q.reshape(-1, num_kv, heads.q_per_kv, head_dim)
+    out = decode_attention(grouped, k, v, pool, layer, inputs.page_table, inputs.context_lens)
+    return out, (k, v, _slots(inputs.writes, num_kv, pool))
+
+
+def _over_first_rows(decode_out, inputs: DecodeInputs, out: Float[Array, "groups rows width"]):
+    """`out` with each group's used decode rows in the place of its first ones."""
+    groups, rows, _ = out.shape
+    decoded = decode_out.reshape(groups, -1, out.shape[2])
+    used = inputs.context_lens.reshape(groups, -1) > 0
+    missing = rows - decoded.shape[1]
+    decoded = jnp.pad(decoded, [(0, 0), (0, missing), (0, 0)])
+    return jnp.where(jnp.pad(used, [(0, 0), (0, missing)])[..., None], decoded, out)
+
+
 def _decode_path(q, kv, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
     """Local attention of the first rows, all heads of the rank."""
     rows, head_dim = inputs.context_lens.shape[0], q.shape[3]
@@ -109,18 +157,29 @@ def _decode_path(q, kv, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
 
 def _prefill_path(q, kv, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
     """Attention of all groups' chunks for this device's heads, and back to this group's rows."""
-    rows, groups, num_q, head_dim = q.shape
-    num_kv = heads.kv_per_device
-    sent = jnp.concatenate([q, kv], axis=2)
-    received = _all_to_all(sent, split=1, concat=0).reshape(rows * groups, -1, head_dim)
-    compact = jnp.take(received, inputs.received, axis=0, mode="clip")
-    own_q, k, v = jnp.split(compact, (num_q, num_q + num_kv), axis=1)
-    out = prefill_attention(
-        own_q.reshape(-1, num_kv, heads.q_per_kv, head_dim), k, v, pool, layer, inputs.segments
-    )
-    out = jnp.take(out.reshape(rows * groups, -1), inputs.compact, axis=0, mode="clip")
+    rows, groups = q.shape[:2]
+    out, written = _attend_prefill(_to_heads(q, kv), pool, layer, inputs, heads)
     back = _all_to_all(out.reshape(groups, rows, -1), split=0, concat=2).reshape(rows, -1)
-    return back, (k, v, _slots(inputs.writes, num_kv, pool))
+    return back, written
+
+
+def _to_heads(q, kv):
+    """The rows of all groups, one after the other, with this device's heads: q, k and v."""
+    rows, groups, _, head_dim = q.shape
+    sent = jnp.concatenate([q, kv], axis=2)
+    return _all_to_all(sent, split=1, concat=0).reshape(rows * groups, -1, head_dim)
+
+
+def _attend_prefill(received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
+    """Attention of all groups' chunks for this device's heads; results on the rows they are of."""
+    num_q, num_kv, head_dim = heads.q_per_device, heads.kv_per_device, received.shape[2]
+    compact = jnp.take(received, inputs.received, axis=0, mode="clip")
+    q, k, v = jnp.split(compact, (num_q, num_q + num_kv), axis=1)
+    out = prefill_attention(
+        q.reshape(-1, num_kv, heads.q_per_kv, head_dim), k, v, pool, layer, inputs.segments
+    )
+    out = jnp.take(out.reshape(len(received), -1), inputs.compact, axis=0, mode="clip")
+    return out, (k, v, _slots(inputs.writes, num_kv, pool))
 
 
 def _hand_off(chunk_kv, pool, layer, inputs: HandoffInputs, heads: HeadLayout):

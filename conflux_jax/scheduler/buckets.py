@@ -8,6 +8,7 @@ beside hundreds of prefill rows).
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from conflux_jax.plan import Bucket
@@ -36,12 +37,16 @@ def ladder(low: int, high: int, growth: float) -> tuple[int, ...]:
 @dataclass(frozen=True)
 class Ladders:
     """`rows` for iterations with prefill, `decode_rows` for those without, `mixed_decode_rows` for
-    the decode side of the former. All rising; the last entries are the limits per group."""
+    the decode side of the former. All rising; the last entries are the limits per group.
+
+    apart: both phases have a static part of the rows each (`linear: apart`), so that `rows` counts
+    prefill rows only, and those come after all `decode_rows` of the bucket, used or not."""
 
     rows: tuple[int, ...]
     decode_rows: tuple[int, ...]
     mixed_decode_rows: tuple[int, ...]
     handoff: bool
+    apart: bool = False
 
     @classmethod
     def make(
@@ -52,6 +57,7 @@ class Ladders:
         handoff: bool,
         rows: tuple[int, ...] | None = None,
         decode_rows: tuple[int, ...] | None = None,
+        apart: bool = False,
     ) -> Ladders:
         """max_decodes: most decode rows of one group. level: most rows of one group in an iteration
         with prefill (raised where a group's decodes alone exceed it)."""
@@ -62,18 +68,28 @@ class Ladders:
             decode_rows=_reaching(decode, max_decodes),
             mixed_decode_rows=(0, *ladder(min(8, max_decodes), max_decodes, COARSE_GROWTH)),
             handoff=handoff,
+            apart=apart,
         )
 
     @property
     def max_decodes(self) -> int:
         return self.decode_rows[-1]
 
+    def fit(self, loads: Sequence[int], shares: Sequence[int], handoff: bool) -> Bucket:
+        """The smallest bucket for the groups' decodes and their shares of prefill tokens."""
+        parts = shares if self.apart else map(sum, zip(loads, shares, strict=True))
+        return self.pick(max(loads), max(parts), any(shares), handoff)
+
     def pick(self, num_decodes: int, num_rows: int, prefill: bool, handoff: bool) -> Bucket:
-        """The smallest bucket for groups of at most `num_decodes` decodes and `num_rows` rows."""
+        """The smallest bucket for groups of at most `num_decodes` decodes and `num_rows` rows
+        (`apart`: prefill rows)."""
         if not prefill:
             rows = _at_least(self.decode_rows, num_decodes)
             return Bucket(rows, rows, prefill=False, handoff=handoff)
         decode_rows = _at_least(self.mixed_decode_rows, num_decodes)
+        if self.apart:
+            rows = decode_rows + _at_least(self.rows, num_rows)
+            return Bucket(rows, decode_rows, prefill=True, handoff=self.handoff)
         rows = _at_least(self.rows, max(num_rows, decode_rows))
         return Bucket(rows, decode_rows, prefill=True, handoff=self.handoff)
 

@@ -39,15 +39,9 @@ class Draft:
             return None
         loads = [len(rows) for rows in self.decodes]
         shares = waterfill(loads, level, sum(chunk.length for chunk in self.chunks))
-        bucket = ladders.pick(
-            num_decodes=max(loads),
-            num_rows=max(load + share for load, share in zip(loads, shares, strict=True)),
-            prefill=bool(self.chunks),
-            handoff=bool(self.handoffs),
-        )
         return IterationPlan(
             iteration=iteration,
-            bucket=bucket,
+            bucket=ladders.fit(loads, shares, handoff=bool(self.handoffs)),
             decodes=tuple(self.decodes),
             chunks=tuple(self.chunks),
             prefill_shares=shares,

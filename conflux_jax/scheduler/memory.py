@@ -22,10 +22,10 @@ class Memory:
     def __init__(self, geometry: PoolGeometry, max_requests: int, max_rows: int):
         self.geometry = geometry
         self.max_rows = max_rows
-        self.pool = PagePool(geometry.groups, geometry.num_pages)
+        self.pool = PagePool(geometry.num_pools, geometry.num_pages)
         self.num_rows = [0] * geometry.groups
         self.context_tokens = [0] * geometry.groups
-        self._pledged = [0] * geometry.groups
+        self._pledged = [0] * geometry.num_pools
         self._slots = list(range(max_requests))  # a heap: the lowest free slot is next
 
     @property
@@ -33,11 +33,11 @@ class Memory:
         return bool(self._slots)
 
     def free_pages(self) -> list[int]:
-        """Per group."""
-        return [self.pool.num_free(group) for group in range(self.geometry.groups)]
+        """Per pool (`PoolGeometry.pool_of`)."""
+        return [self.pool.num_free(pool) for pool in range(self.geometry.num_pools)]
 
     def unpledged_pages(self) -> list[int]:
-        """Per group; negative where decodes have grown into what was pledged."""
+        """Per pool; negative where decodes have grown into what was pledged."""
         return [free - out for free, out in zip(self.free_pages(), self._pledged, strict=True)]
 
     def fits(self, state: RequestState, unpledged: list[int]) -> bool:
@@ -63,7 +63,7 @@ class Memory:
         return pages - held
 
     def admit(self, state: RequestState) -> None:
-        """Slot, prefill pages on every group, and a pledge on the group with the most to spare."""
+        """Slot, prefill pages of every pool, and a pledge on the pool with the most to spare."""
         request = state.request
         later = self._later_pages(state)
         state.slot = heapq.heappop(self._slots)
@@ -71,8 +71,8 @@ class Memory:
         if state.outputs:
             state.token_ids = (*state.token_ids, *state.outputs)
         pages = self.geometry.prefill_pages(len(state.token_ids))
-        groups = range(self.geometry.groups)
-        state.prefill_pages = tuple(self.pool.allocate(group, pages) for group in groups)
+        pools = range(self.geometry.num_pools)
+        state.prefill_pages = tuple(self.pool.allocate(pool, pages) for pool in pools)
         unpledged = self.unpledged_pages()
         state.pledge_group = unpledged.index(max(unpledged))
         state.pledge_pages = later
@@ -82,11 +82,12 @@ class Memory:
         """Give a finished prompt its decode group, row and pages. False, and nothing changed, where
         no group has them. keep_pledges: leave to the other prompts what was pledged to them.
 
-        With one group its prefill pages become its decode pages as they are.
+        Where nothing is handed over, its prefill pages become its decode pages as they are.
         """
         need = self.geometry.decode_pages(len(state.token_ids))
         self._pledged[state.pledge_group] -= state.pledge_pages
-        room = self.unpledged_pages() if keep_pledges else self.free_pages()
+        pools = self.unpledged_pages() if keep_pledges else self.free_pages()
+        room = [pools[self.geometry.pool_of(group)] for group in range(self.geometry.groups)]
         asked = need if self.geometry.needs_handoff else 0
         group = choose_group(self.context_tokens, self.num_rows, self.max_rows, room, asked)
         if group < 0:
@@ -106,17 +107,18 @@ class Memory:
 
     def grow(self, state: RequestState) -> bool:
         """Open one more page for a decode; False where its group has none."""
-        if not self.pool.num_free(state.group):
+        pool = self.geometry.pool_of(state.group)
+        if not self.pool.num_free(pool):
             return False
-        (state.new_page,) = self.pool.allocate(state.group, 1)
+        (state.new_page,) = self.pool.allocate(pool, 1)
         state.pages.append(state.new_page)
         state.capacity += self.geometry.page_tokens
         return True
 
     def release_prefill(self, state: RequestState) -> None:
         """After a hand-off: the prompt's pages in prefill layout."""
-        for group, pages in enumerate(state.prefill_pages):
-            self.pool.free(group, pages)
+        for pool, pages in enumerate(state.prefill_pages):
+            self.pool.free(pool, pages)
         state.prefill_pages = ()
 
     def release(self, state: RequestState) -> None:
@@ -129,7 +131,7 @@ class Memory:
         self._pledged[state.pledge_group] -= state.pledge_pages
         state.pledge_pages = 0
         if state.group >= 0:
-            self.pool.free(state.group, state.pages)
+            self.pool.free(self.geometry.pool_of(state.group), state.pages)
             self.num_rows[state.group] -= 1
             self.context_tokens[state.group] -= state.num_tokens
         state.group, state.pages, state.capacity = -1, [], 0

@@ -66,6 +66,8 @@ def _force(
     """Place the oldest prompt that waits for a group: on pages that were pledged to others, else on
     those of younger requests in the group where fewest are missing. False where even these are too
     few, or no group has a free row: what is older will end."""
+    if not memory.geometry.needs_handoff:
+        return False  # it has its pages; rows are what it waits for
     if memory.place(state, keep_pledges=False):
         return True
     need = memory.geometry.decode_pages(len(state.token_ids))

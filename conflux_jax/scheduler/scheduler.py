@@ -76,7 +76,7 @@ class Scheduler:
         self._limits = RequestLimits(max_model_len, geometry)
         self._requests: dict[str, RequestState] = {}
         self._queue: Ordering = FirstComeFirstServed() if ordering is None else ordering
-        self._running = Running(geometry.groups)
+        self._running = Running(geometry)
         self._memory = Memory(geometry, config.max_num_seqs, ladders.max_decodes)
         self._in_flight: deque[tuple[int, list[RequestState]]] = deque()
         self._iteration = 0
@@ -87,7 +87,7 @@ class Scheduler:
         if self._ladders.rows[-1] < self._level:
             raise ValueError(f"rows ladder ends at {self._ladders.rows[-1]}, below {self._level}")
         if self._geometry.needs_handoff != self._ladders.handoff:
-            raise ValueError("ladders have hand-off variants exactly where there are groups")
+            raise ValueError("ladders have hand-off variants exactly where KV is handed over")
         if self._geometry.groups == 1 and self._ladders.max_decodes < self._config.max_num_seqs:
             raise ValueError("one group needs a decode row for each of max_num_seqs")
 
@@ -132,12 +132,16 @@ class Scheduler:
         return Load(
             num_decodes=tuple(self._memory.num_rows),
             context_tokens=tuple(self._memory.context_tokens),
-            free_pages=tuple(self._memory.free_pages()),
+            free_pages=self._free_pages(),
             num_prefilling=len(prefilling),
             num_waiting=len(self._queue),
             prefill_tokens=started + self._queue.num_tokens,
             num_preemptions=self._preemptions,
         )
+
+    def _free_pages(self) -> tuple[int, ...]:
+        pools, geometry = self._memory.free_pages(), self._geometry
+        return tuple(pools[geometry.pool_of(group)] for group in range(geometry.groups))
 
     def _end(self, state: RequestState) -> None:
         if state.phase is Phase.WAITING:

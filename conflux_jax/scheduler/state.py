@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass, field
 
+from conflux_jax.plan import PoolGeometry
 from conflux_jax.request import Request
 
 
@@ -75,7 +76,7 @@ class RequestState:
         return len(self.request.prompt_token_ids) + self.request.max_output_tokens - 1
 
     def pages_in(self, group: int) -> int:
-        """Pages that it holds in `group`."""
+        """Pages that it holds in `group`, which has a pool of its own."""
         prefill = len(self.prefill_pages[group]) if self.prefill_pages else 0
         return prefill + (len(self.pages) if self.group == group else 0)
 
@@ -83,7 +84,9 @@ class RequestState:
 class Running:
     """The requests that hold memory, by phase. Keys are `order`; dicts keep the order of entry."""
 
-    def __init__(self, groups: int):
+    def __init__(self, geometry: PoolGeometry):
+        groups = geometry.groups
+        self._geometry = geometry
         self.prefilling: dict[int, RequestState] = {}
         self.handing: dict[int, RequestState] = {}
         self.decoding: tuple[dict[int, RequestState], ...] = tuple({} for _ in range(groups))
@@ -100,14 +103,17 @@ class Running:
         state.phase = phase
 
     def youngest_holder(self, group: int) -> RequestState:
-        """The request of latest arrival that holds pages in `group`; there must be one."""
-        members = (self.prefilling, self.handing, self.decoding[group])
+        """The request of latest arrival that holds pages of this group's pool; there must be one."""
+        members = self._holding(group)
         youngest = max(members, key=lambda phase: max(phase, default=-1))
         return youngest[max(youngest)]
 
     def holders(self, group: int) -> list[RequestState]:
-        members = (self.prefilling, self.handing, self.decoding[group])
-        return [state for phase in members for state in phase.values()]
+        return [state for phase in self._holding(group) for state in phase.values()]
+
+    def _holding(self, group: int) -> tuple[dict[int, RequestState], ...]:
+        decoding = self.decoding if self._geometry.shared else (self.decoding[group],)
+        return (self.prefilling, self.handing, *decoding)
 
     def _leave(self, state: RequestState) -> None:
         if state.phase in _HOLDING:

@@ -1,0 +1,86 @@
+"""Every ablation serves the same tokens as the scheme: they change where work runs, not what."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conflux_jax.config import Config
+from conflux_jax.execution.runner import Runner
+from conflux_jax.loop import turn
+from conflux_jax.models.loading import open_source
+from conflux_jax.request import Request, SamplingParams
+from conflux_jax.scheduler.scheduler import Scheduler
+from tests.tiny import write_tiny_llama
+
+PROMPT_TOKENS = (45, 1, 19, 30, 7)
+MAX_TOKENS = 20
+ABLATIONS = {
+    "spread, KV heads replicated": {"sp": 4, "decode_attention": "spread"},
+    "apart": {"sp": 2, "linear": "apart"},
+    "spread and apart, KV heads padded": {
+        "sp": 3,
+        "decode_attention": "spread",
+        "linear": "apart",
+    },
+    "uniform TP": {"sp": 1, "tp": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny"), num_heads=8, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def scheme(checkpoint: Path) -> dict[str, list[int]]:
+    return serve(checkpoint, sp=2)
+
+
+def serve(path: Path, **settings) -> dict[str, list[int]]:
+    """Greedy tokens of a few prompts that arrive one after the other and are cut into chunks."""
+    config = Config.from_flat(
+        dtype="float32",
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        rows_ladder=(24 // settings["sp"],),
+        decode_rows_ladder=(4,),
+        kv_pool_tokens=640,
+        page_tokens=4,
+        handoff_pages=4,
+        compilation_cache_dir="",
+        **settings,
+    )
+    runner = Runner.create(open_source(str(path)), config)
+    scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
+    outputs: dict[str, list[int]] = {}
+    arrivals = requests()
+    iteration, in_flight = 0, None
+    while in_flight is not None or scheduler.has_work or iteration == 0:
+        if iteration % 2 == 0 and (request := next(arrivals, None)):
+            outputs[request.request_id] = []
+            scheduler.add(request)
+        in_flight, events = turn(scheduler, runner, lambda: 0.0, in_flight)
+        for event in events:
+            assert event.token_id is not None
+            outputs[event.request_id].append(event.token_id)
+        iteration += 1
+    assert set(scheduler.load().free_pages) == {runner.geometry.num_pages}
+    runner.close()
+    return outputs
+
+
+def requests() -> Iterator[Request]:
+    rng = np.random.default_rng(5)
+    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
+    for number, length in enumerate(PROMPT_TOKENS):
+        prompt = tuple(rng.integers(0, 256, length).tolist())
+        yield Request(f"r{number}", prompt, params, MAX_TOKENS)
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_tokens_are_those_of_the_scheme(checkpoint, scheme, name):
+    assert len(scheme) == len(PROMPT_TOKENS)
+    assert {len(tokens) for tokens in scheme.values()} == {MAX_TOKENS}
+    assert serve(checkpoint, **ABLATIONS[name]) == scheme
