@@ -88,6 +88,16 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True)
+class ExecutionConfig:
+    overlap: str | None = _setting(
+        None,
+        "decode attention before prefill's, or beside it on a GPU stream of its own "
+        "(default: stream on a GPU, none on a CPU)",
+        choices=("none", "stream"),
+    )
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     host: str = _setting("127.0.0.1", "address to listen on")
     port: int = _setting(50051, "gRPC port (0: any free one)", low=0, high=65535)
@@ -103,6 +113,7 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    execution: ExecutionConfig = field(default_factory=ExecutionConfig)
     server: ServerConfig = field(default_factory=ServerConfig)
 
     def __post_init__(self):

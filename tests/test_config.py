@@ -113,7 +113,7 @@ def test_a_whole_config_survives_yaml(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("meshes:\n  sp: 3\n", "meshes: no such section; known: cache, mesh, model"),
+        ("meshes:\n  sp: 3\n", "meshes: no such section; known: cache, execution, mesh, model"),
         ("mesh:\n  sq: 3\n", "mesh.sq: no such setting"),
         ("mesh:\n  page_tokens: 3\n", "mesh.page_tokens: no such setting"),
         ("mesh:\n  1: 3\n  x: 4\n", "mesh.1: no such setting"),
