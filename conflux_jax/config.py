@@ -50,6 +50,12 @@ class ExecutionConfig:
     """How an iteration runs. The defaults are the scheme; the other choices take one of its parts
     away, to measure what it brings."""
 
+    overlap: str | None = _setting(
+        None,
+        "decode attention before prefill's, or beside it on a GPU stream of its own "
+        "(default: stream on a GPU, none on a CPU)",
+        choices=("none", "stream"),
+    )
     decode_attention: str = _setting(
         "local",
         "where decode tokens attend: on their own group, or over all groups as prefill does",

@@ -66,8 +66,9 @@ def _logits_step(runner: Runner, bucket):
 
     def step(params, state, buffer):
         model = nnx.merge(graphdef, params)
+        fields = layout.unpack(buffer[0])
         x, pool = forward(
-            model, runner.dims, runner.limits, bucket, state, layout.unpack(buffer[0])
+            model, runner.dims, runner.limits, bucket, state, fields, runner.attention
         )
         logits = model.logits(x)[:, : runner.dims.spec.vocab_size]
         return StepState(pool, state.last_tokens), logits

@@ -242,7 +242,8 @@ class BatchBuilder:
             f["segment_starts"][:, segment] = at
             f["segment_contexts"][:, segment] = chunk.start
             f["prefill_table"][:, segment] = self._prefill_pages[:, chunk.slot]
-            f["prefill_writes"][:, span] = self._prefill_row(chunk.slot, positions)
+            at_row = owner[span] * rows + row[span]
+            f["prefill_writes"][:, at_row] = self._prefill_row(chunk.slot, positions)
             blocks += [(segment, q, span.stop) for q in range(at, span.stop, step)]
             at = span.stop
             if chunk.is_last:
@@ -268,7 +269,7 @@ class BatchBuilder:
         size = geometry.page_tokens
         f["handoff_writes"][...] = self._no_write
         used = [0] * geometry.groups
-        # Tokens of this iteration's chunks are not in the pool yet: (start, end, compact index).
+        # Tokens of this iteration's chunks are not in the pool yet: (start, compact index).
         fresh, at = {}, 0
         for chunk in plan.chunks:
             fresh[chunk.slot] = (chunk.start, at)
@@ -283,8 +284,8 @@ class BatchBuilder:
             sources = self._prefill_row(move.slot, positions)
             if move.slot in fresh:
                 start, compact = fresh[move.slot]
-                token = compact + positions - start
-                sources = np.where(positions >= start, -1 - token, sources)
+                token = np.maximum(compact + positions - start, 0)
+                sources = np.where(positions >= start, -1 - f["received"][0, token], sources)
             f["handoff_sources"][:, move.group, span] = sources
             f["handoff_writes"][move.group, span] = self._decode_row(move.slot, positions)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,8 @@ from conflux_jax.config import Config, ConfigError
 from conflux_jax.execution.batch import Batch, BatchBuilder, BatchLimits
 from conflux_jax.execution.kv_cache import PoolShape, plan_geometry
 from conflux_jax.execution.sampling import Sampled
-from conflux_jax.execution.step import StepState, make_step
+from conflux_jax.execution.step import StepState, lower_step
+from conflux_jax.models.attention import AttentionOptions
 from conflux_jax.models.decoder import DecoderDims, abstract_decoder
 from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.loading.placement import load_parameters
@@ -86,7 +86,9 @@ class Runner:
         )
         self._batches = BatchBuilder(self.limits)
         self._params, self._vocab_limit = params, vocab_limit
-        self._graphdef, self._abstract = abstract_decoder(dims)
+        self.attention = AttentionOptions.make(
+            config.execution.overlap, mesh.devices.flat[0].platform
+        )
         self._buffer_sharding = NamedSharding(mesh, PartitionSpec("sp"))
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         slots = jnp.zeros(self.limits.max_slots, jnp.int32)
@@ -158,24 +160,9 @@ class Runner:
 
     def lower(self, bucket: Bucket) -> jax.stages.Lowered:
         """The step of a bucket, lowered for the shapes and shardings that it runs with."""
-        step: Any = make_step(
-            self._graphdef,
-            self._abstract,
-            self.dims,
-            self.mesh,
-            self.limits,
-            bucket,
-            self._vocab_limit,
+        return lower_step(
+            self.dims, self.mesh, self.limits, bucket, self._vocab_limit, self.attention
         )
-        size = self._batches.layout(bucket).size
-        buffer = jax.ShapeDtypeStruct(
-            (self.geometry.groups, size), jnp.int32, sharding=self._buffer_sharding
-        )
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
-            (self._params, self._state),
-        )
-        return step.lower(*shapes, buffer)
 
     def _compile(self, bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
         self.num_compilations += 1

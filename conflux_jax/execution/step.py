@@ -15,22 +15,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
 from conflux_jax.execution.batch import BatchLimits, BufferLayout
-from conflux_jax.execution.kv_cache import POOL_SPEC
+from conflux_jax.execution.kv_cache import POOL_SPEC, PoolShape
 from conflux_jax.execution.sampling import Sampled, SamplingInputs, sample
 from conflux_jax.models.attention import (
     SP,
     AttentionInputs,
+    AttentionOptions,
     DecodeInputs,
     HandoffInputs,
     PrefillInputs,
     split_attention,
     spread_attention,
 )
-from conflux_jax.models.decoder import DecoderDims
+from conflux_jax.models.decoder import DecoderDims, abstract_decoder
 from conflux_jax.models.layers import rope_inv_freq, rope_tables
 from conflux_jax.plan import Bucket
 from pallas_kernels.blockwise import Segments
@@ -57,6 +58,7 @@ def make_step(
     limits: BatchLimits,
     bucket: Bucket,
     vocab_limit: int,
+    attention: AttentionOptions,
 ) -> Callable[..., tuple[StepState, Sampled]]:
     """The jitted step `(params, state, buffer) -> (state, sampled)` of a bucket.
 
@@ -68,7 +70,7 @@ def make_step(
     def step(params, state: StepState, buffer):
         model = nnx.merge(graphdef, params)
         fields = layout.unpack(buffer[0])
-        x, pool = forward(model, dims, limits, bucket, state, fields)
+        x, pool = forward(model, dims, limits, bucket, state, fields, attention)
         rows = jnp.take(x, fields["sample_rows"], axis=0, mode="clip")
         logits = model.logits(rows)
         if vocab_limit < logits.shape[1]:
@@ -89,6 +91,34 @@ def make_step(
     return jax.jit(sharded, donate_argnums=(1,))
 
 
+def lower_step(
+    dims: DecoderDims,
+    mesh: Mesh,
+    limits: BatchLimits,
+    bucket: Bucket,
+    vocab_limit: int,
+    attention: AttentionOptions,
+) -> jax.stages.Lowered:
+    """The step of a bucket, lowered for the shapes and shardings that it runs with.
+
+    Needs neither weights nor devices that exist, so a program for other hardware can be looked at.
+    """
+    graphdef, abstract = abstract_decoder(dims)
+    step: Any = make_step(graphdef, abstract, dims, mesh, limits, bucket, vocab_limit, attention)
+
+    def shaped(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    specs = nnx.get_partition_spec(abstract)
+    params = jax.tree.map(lambda x, spec: shaped(x.shape, x.dtype, spec), abstract, specs)
+    pool_spec, slots_spec = state_specs()
+    pool = shaped(PoolShape(dims, limits.geometry).shape, dims.dtype, pool_spec)
+    state = StepState(pool, shaped((limits.max_slots,), jnp.int32, slots_spec))
+    size = BufferLayout.make(bucket, limits).size
+    buffer = shaped((limits.geometry.groups, size), jnp.int32, PartitionSpec(SP))
+    return step.lower(params, state, buffer)
+
+
 def forward(
     model: Any,
     dims: DecoderDims,
@@ -96,6 +126,7 @@ def forward(
     bucket: Bucket,
     state: StepState,
     fields: dict,
+    options: AttentionOptions,
 ):
     """Hidden states of the packed rows after all layers, and the pool with their KV."""
     token_ids = fields["token_ids"]
@@ -116,7 +147,7 @@ def forward(
         parameters, index = scanned
         layer = nnx.merge(layer_def, parameters)
         q, kv = _by_phase(layer.qkv, cut, x, cos, sin)
-        attention, pool = attend(q, kv, pool, index, inputs, dims.heads)
+        attention, pool = attend(q, kv, pool, index, inputs, dims.heads, options)
         return (_by_phase(layer.finish, cut, x, attention), pool), None
 
     indices = jnp.arange(dims.spec.num_layers, dtype=jnp.int32)
@@ -125,7 +156,7 @@ def forward(
 
 
 def _by_phase(rows_function: Callable[..., Any], cut: int, *rows: jax.Array) -> Any:
-    """`rows_function` of packed rows; with a `cut`, first of those before it, then of the others."""
+    """`rows_function` of packed rows; with a `cut`, of those before it, then of the others."""
     if not cut:
         return rows_function(*rows)
     first = rows_function(*(x[:cut] for x in rows))

@@ -103,7 +103,7 @@ class Running:
         state.phase = phase
 
     def youngest_holder(self, group: int) -> RequestState:
-        """The request of latest arrival that holds pages of this group's pool; there must be one."""
+        """The request of latest arrival with pages of this group's pool; there must be one."""
         members = self._holding(group)
         youngest = max(members, key=lambda phase: max(phase, default=-1))
         return youngest[max(youngest)]

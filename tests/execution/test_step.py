@@ -1,12 +1,21 @@
 """The compiled step: what it computes on every mesh, and what it must not copy."""
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conflux_jax.config import Config
+from conflux_jax.config import Config, ConfigError
+from conflux_jax.execution.batch import Batch
 from conflux_jax.execution.runner import Runner
+from conflux_jax.execution.step import StepState, lower_step
+from conflux_jax.models.attention import AttentionOptions
 from conflux_jax.models.loading import open_source
+from conflux_jax.plan import StepOutput
+from conflux_jax.request import Request, SamplingParams
+from conflux_jax.scheduler.scheduler import Scheduler
 from tests.forward import forward_logits
 from tests.tiny import write_tiny_llama
 
@@ -82,3 +91,65 @@ def test_only_the_buffer_crosses_to_the_device(tmp_path):
         assert buffer.ndim == 2
         assert "callback" not in lowered.as_text()
     runner.close()
+
+
+def test_overlap_changes_no_value(tmp_path):
+    """One iteration with decodes, a chunk and a hand-off, in either mode, from the same random
+    pool. On a CPU the modes differ in the order that the program asks for."""
+    source = open_source(str(write_tiny_llama(tmp_path, num_heads=4, num_kv_heads=2)))
+    config = Config.from_flat(
+        sp=2,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        max_prefill_segments=2,
+        kv_pool_tokens=512,
+        compilation_cache_dir="",
+    )
+    runner = Runner.create(source, config)
+    batch = mixed_batch(runner, config)
+    pool = np.random.default_rng(0).normal(size=runner._state.pool.shape).astype(np.float32)
+    results, texts = {}, {}
+    for mode in ("none", "stream"):
+        options = AttentionOptions.make(mode, "cpu")
+        lowered = lower_step(runner.dims, runner.mesh, runner.limits, batch.bucket, 288, options)
+        texts[mode] = lowered.as_text()
+        shardings = jax.tree.map(lambda x: x.sharding, runner._state)
+        start = StepState(jnp.asarray(pool), jnp.zeros(4, jnp.int32))
+        state = jax.device_put(start, shardings)
+        state, sampled = lowered.compile()(runner._params, state, batch.buffer)
+        results[mode] = jax.tree.map(np.asarray, (state, sampled))
+    runner.close()
+    assert texts["none"] != texts["stream"]
+    assert (results["none"][0].pool != pool).mean() > 0.01  # KV was written
+    jax.tree.map(partial(np.testing.assert_allclose, atol=1e-5), *results.values())
+
+
+def mixed_batch(runner: Runner, config: Config) -> Batch:
+    """The first iteration that does everything at once. Those before it are planned, not run."""
+    scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
+    for i in range(4):
+        prompt = np.random.default_rng(i).integers(0, 256, 10 + 20 * i).tolist()
+        scheduler.add(Request(str(i), tuple(prompt), SamplingParams(max_tokens=50), 50))
+    for iteration in range(20):
+        plan = scheduler.schedule(float(iteration))
+        assert plan is not None
+        batch = runner._batches.build(plan)
+        if plan.chunks and plan.handoffs and any(plan.decodes):
+            return batch
+        tokens = np.ones(len(plan.samples), np.int32)
+        scheduler.commit(plan, StepOutput(tokens, 0.0), float(iteration))
+    raise AssertionError("no such iteration")
+
+
+def test_what_each_mode_asks_of_the_stage():
+    none = AttentionOptions.make("none", "cuda")
+    assert none.ordered and not none.decode_on_stream
+    stream = AttentionOptions.make("stream", "cuda")
+    assert stream.decode_on_stream and not stream.ordered
+    assert not AttentionOptions.make("stream", "cpu").decode_on_stream
+    assert AttentionOptions.make(None, "cuda") == stream
+    assert AttentionOptions.make(None, "cpu") == AttentionOptions.make("none", "cpu")
+    with pytest.raises(ConfigError, match="overlap: must be one of none, stream, got 'fused'"):
+        Config.from_flat(overlap="fused")
