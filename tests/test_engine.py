@@ -179,7 +179,8 @@ def test_a_prompt_that_can_never_fit_is_refused_and_the_next_served():
 
 
 def test_a_full_queue_refuses_and_recovers():
-    with make_fake(max_waiting=2, max_num_seqs=1, pool_tokens=1024) as fake:
+    # 300 tokens at 50 ms: the first request outlasts whatever else happens here.
+    with make_fake(max_waiting=2, max_num_seqs=1, pool_tokens=1024, step_s=0.05) as fake:
         fake.executor.pause_at(lambda plan: True)
         first = open_stream(fake)
         fake.executor.wait_paused()
