@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from conflux_jax.models.decoder import TP, DecoderDims
 from conflux_jax.models.heads import ZERO
-from conflux_jax.models.spec import ModelError, Part, WeightSource
+from conflux_jax.models.spec import ModelError, WeightSource
 
 
 def load_parameters(
@@ -61,7 +61,7 @@ def _place(
     axis = next((i for i, name in enumerate(sharding.spec) if name == TP), None)
     built: dict[int, np.ndarray] = {}
 
-    def share(index: Part) -> np.ndarray:
+    def share(index: Any) -> np.ndarray:
         rank = 0 if axis is None else (index[axis].start or 0) // local_shape[axis]
         if rank not in built:
             array = build(rank)
