@@ -28,7 +28,7 @@ def _setting(default: Any, help: str, **limits: Any) -> Any:
 class ModelOptions:
     model: str = _setting(
         "smollm2-135m-instruct",
-        "a known name, a Hugging Face directory or a .gguf file",
+        "a known name, a Hugging Face directory, a .gguf file or a converted directory",
     )
     served_model_name: str | None = _setting(
         None, "name that clients use (default: from the model)"

@@ -39,9 +39,10 @@ class RequestOutput:
 class LLM:
     """A model, loaded and compiled, that generates.
 
-    `model` is a known name, a Hugging Face directory or a `.gguf` file; `config` any field of the
-    config tree (`page_tokens=32`, `max_num_batched_tokens=1024`). On a CPU, JAX is asked for
-    `sp * tp` virtual devices. Raises ConfigError or ModelError.
+    `model` is a known name, a Hugging Face directory, a `.gguf` file or what
+    `python -m conflux_jax.convert` made of one; `config` any field of the config tree
+    (`page_tokens=32`, `max_num_batched_tokens=1024`). On a CPU, JAX is asked for `sp * tp` virtual
+    devices. Raises ConfigError or ModelError.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from conflux_jax import LLM, SamplingParams, client
+from conflux_jax import LLM, SamplingParams, client, convert
 from conflux_jax.request import FinishReason
 from tests.serve.harness import generate_request, running, serving
 from tests.tiny import write_tiny_llama
@@ -69,6 +69,14 @@ def test_logprobs_belong_to_the_tokens(llm: LLM):
         assert entry.top[0] == (token_id, pytest.approx(entry.sampled, abs=1e-5))
         assert entry.sampled < 0
         assert len(entry.top) == 3
+
+
+def test_a_converted_model_says_the_same(llm: LLM, model: Path, expected, tmp_path: Path):
+    assert convert.main([str(model), str(tmp_path / "orbax")]) == 0
+    with LLM(model=tmp_path / "orbax", **SETTINGS) as restored:
+        outputs = restored.generate(PROMPTS, GREEDY)
+        assert [output.token_ids for output in outputs] == expected
+        assert restored.engine.info == llm.engine.info
 
 
 async def test_the_service_says_what_the_library_says(llm: LLM, expected):

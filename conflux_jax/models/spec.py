@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+Part = tuple[slice, ...]  # of a tensor: a slice for each leading axis, `()` is all of it
+
 
 class ModelError(ValueError):
     """A model that cannot be loaded or run; the message names the file and field, or the rule."""
@@ -60,6 +62,7 @@ class WeightSource(Protocol):
 
     def names(self) -> Iterable[str]: ...
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor, float32, float16 or bfloat16 (ml_dtypes). Raises ModelError if absent."""
+    def read(self, name: str, part: Part = ()) -> np.ndarray:
+        """One tensor, or that part of it, float32, float16 or bfloat16 (ml_dtypes). Reads no more
+        than it must, so that each device's share can be asked for. Raises ModelError if absent."""
         ...

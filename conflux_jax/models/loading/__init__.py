@@ -1,4 +1,5 @@
-"""Where a model's weights come from: a known name, a GGUF file or a Hugging Face directory."""
+"""Where a model's weights come from: a known name, a GGUF file, a Hugging Face directory or one
+that `python -m conflux_jax.convert` wrote."""
 
 from __future__ import annotations
 
@@ -17,13 +18,19 @@ KNOWN_MODELS = {
     ),
 }
 GGUF_SUFFIX = ".gguf"
+ORBAX_SPEC_FILE = "conflux_jax.json"  # what makes a directory a converted one
 
 
 def open_source(model: str | Path) -> WeightSource:
-    """The weights of `model`, opened but not read: a known name, a `.gguf` file or a Hugging Face
-    directory. Raises ModelError that says what is wrong with it or what would be accepted."""
+    """The weights of `model`, opened but not read: a known name, a `.gguf` file, a Hugging Face
+    directory or a converted one. Raises ModelError that says what is wrong with it or what would be
+    accepted."""
     path = find_model(model)
     name = str(model) if str(model) in KNOWN_MODELS else None
+    if (path / ORBAX_SPEC_FILE).is_file():
+        from conflux_jax.models.loading.orbax import OrbaxSource
+
+        return OrbaxSource(path)
     if path.is_dir():
         from conflux_jax.models.loading.huggingface import HuggingFaceSource
 
@@ -41,7 +48,7 @@ def find_model(model: str | Path) -> Path:
         return _find_known(str(model))
     path = Path(model).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if not any((path / name).is_file() for name in ("config.json", ORBAX_SPEC_FILE)):
             raise ModelError(f"{path}: config.json: no such file in this directory")
         return path
     if path.suffix == GGUF_SUFFIX:
@@ -52,7 +59,8 @@ def find_model(model: str | Path) -> Path:
     problem = "is no .gguf file" if path.is_file() else "is neither a known name nor a path"
     raise ModelError(
         f"model {str(model)!r} {problem}; accepted: a known name ({known}), "
-        "a .gguf file, a Hugging Face directory (config.json and safetensors)"
+        "a .gguf file, a Hugging Face directory (config.json and safetensors), a directory that "
+        "python -m conflux_jax.convert wrote"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from conflux_jax.models.loading.gguf_file import GGUFFile, TensorInfo
 from conflux_jax.models.loading.tensors import check_shapes, check_spec
-from conflux_jax.models.spec import ModelError, ModelSpec, RopeScaling
+from conflux_jax.models.spec import ModelError, ModelSpec, Part, RopeScaling
 
 _NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -75,9 +75,10 @@ class GGUFSource:
     def names(self) -> Iterable[str]:
         return self._shapes
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor. Query and key rows are put back into rotate-half order, before they are
-        dequantised: rows are whole blocks, so moving them moves an eighth of the bytes."""
+    def read(self, name: str, part: Part = ()) -> np.ndarray:
+        """One tensor, or part of it. Query and key rows are put back into rotate-half order, before
+        they are dequantised: rows are whole blocks, so moving them moves an eighth of the bytes.
+        Of the parts of a matrix only rows save work; columns are cut out of dequantised rows."""
         if name not in self._shapes:
             raise self._file.fail(name, "no such tensor")
         info = self._tensors[name]
@@ -86,7 +87,10 @@ class GGUFSource:
             rows = _rotate_half_rows(rows, self.spec.num_heads)
         elif name.endswith("k_proj.weight"):
             rows = _rotate_half_rows(rows, self.spec.num_kv_heads)
-        return _dequantise(rows, info).reshape(info.shape)
+        if len(info.shape) == 1:
+            return _dequantise(rows, info)[part]
+        rows = rows[part[:1]]
+        return _dequantise(rows, info).reshape(len(rows), *info.shape[1:])[:, *part[1:]]
 
 
 def _renamed(file: GGUFFile) -> dict[str, TensorInfo]:

@@ -15,7 +15,7 @@ import numpy as np
 
 from conflux_jax.models.loading.huggingface_config import read_json, read_spec
 from conflux_jax.models.loading.tensors import Shape, check_shapes
-from conflux_jax.models.spec import ModelError, ModelSpec
+from conflux_jax.models.spec import ModelError, ModelSpec, Part
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -70,12 +70,12 @@ class HuggingFaceSource:
     def names(self) -> Iterable[str]:
         return self._shapes
 
-    def read(self, name: str) -> np.ndarray:
-        """One tensor as it is stored: a read-only view of the file."""
+    def read(self, name: str, part: Part = ()) -> np.ndarray:
+        """One tensor, or part of it, as it is stored: a read-only view of the file."""
         if name not in self._shapes:
             raise ModelError(f"{self._directory}: {name}: no such tensor")
         tensor = self._tensors[name]
-        return tensor.data().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)
+        return tensor.data().view(_DTYPES[tensor.dtype]).reshape(tensor.shape)[part]
 
     def _has_own_head(self) -> bool:
         """Whether a model that says its head is tied stores another one, as some fine-tuned ones
