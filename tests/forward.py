@@ -57,7 +57,7 @@ def forward_logits(
         state, logits = step(runner._params, state, batch.buffer)
         rows = np.asarray(logits).reshape(sp, bucket.rows, -1)
         out += [rows[group, :share] for group, share in enumerate(shares)]
-    return np.concatenate(out)
+    return np.concatenate(out)[:, : source.spec.vocab_size]
 
 
 def _logits_step(runner: Runner, bucket):
@@ -70,15 +70,14 @@ def _logits_step(runner: Runner, bucket):
         x, pool = forward(
             model, runner.dims, runner.limits, bucket, state, fields, runner.attention
         )
-        logits = model.logits(x)[:, : runner.dims.spec.vocab_size]
-        return StepState(pool, state.last_tokens), logits
+        return StepState(pool, state.last_tokens), model.logits(x)
 
     specs = state_specs()
     sharded = jax.shard_map(
         step,
         mesh=runner.mesh,
         in_specs=(nnx.get_partition_spec(abstract), specs, PartitionSpec("sp")),
-        out_specs=(specs, PartitionSpec("sp")),
+        out_specs=(specs, PartitionSpec("sp", "tp")),
         check_vma=False,
     )
     return jax.jit(sharded, donate_argnums=(1,))

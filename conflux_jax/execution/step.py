@@ -20,7 +20,7 @@ from jaxtyping import Array, Int
 
 from conflux_jax.execution.batch import BatchLimits, BufferLayout
 from conflux_jax.execution.kv_cache import POOL_SPEC, PoolShape
-from conflux_jax.execution.sampling import Sampled, SamplingInputs, sample
+from conflux_jax.execution.sampling import Sampled, SamplingInputs, VocabShard, sample
 from conflux_jax.models.attention import (
     SP,
     AttentionInputs,
@@ -31,7 +31,7 @@ from conflux_jax.models.attention import (
     split_attention,
     spread_attention,
 )
-from conflux_jax.models.decoder import DecoderDims, abstract_decoder
+from conflux_jax.models.decoder import TP, DecoderDims, abstract_decoder
 from conflux_jax.models.layers import rope_inv_freq, rope_tables
 from conflux_jax.plan import Bucket
 from pallas_kernels.blockwise import Segments
@@ -66,6 +66,7 @@ def make_step(
     Token ids from `vocab_limit` on have no token and are never sampled.
     """
     layout = BufferLayout.make(bucket, limits)
+    vocab = VocabShard(dims.padded_vocab // dims.heads.tp, dims.heads.tp, TP)
 
     def step(params, state: StepState, buffer):
         model = nnx.merge(graphdef, params)
@@ -73,9 +74,9 @@ def make_step(
         x, pool = forward(model, dims, limits, bucket, state, fields, attention)
         rows = jnp.take(x, fields["sample_rows"], axis=0, mode="clip")
         logits = model.logits(rows)
-        if vocab_limit < logits.shape[1]:
-            logits = jnp.where(jnp.arange(logits.shape[1]) < vocab_limit, logits, -jnp.inf)
-        sampled = sample(logits, _sampling_inputs(fields))
+        if vocab_limit < vocab.total:
+            logits = jnp.where(vocab.ids < vocab_limit, logits, -jnp.inf)
+        sampled = sample(logits, _sampling_inputs(fields), vocab)
         last_tokens = _remember(state.last_tokens, fields["sample_slots"], sampled.token_ids)
         return StepState(pool, last_tokens), jax.tree.map(lambda leaf: leaf[None], sampled)
 

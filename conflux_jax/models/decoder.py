@@ -129,16 +129,13 @@ class Decoder(nnx.Module):
         rows = jnp.take(table, local, axis=0, mode="clip")
         return lax.psum(jnp.where(mine[:, None], rows, 0), TP)
 
-    def logits(self, x: Float[Array, "rows hidden"]) -> Float[Array, "rows vocab"]:
-        """Float32 logits over the padded vocabulary, whole on every rank."""
+    def logits(self, x: Float[Array, "rows hidden"]) -> Float[Array, "rows shard"]:
+        """Float32 logits of this rank's part of the padded vocabulary: `padded_vocab / tp` ids."""
         table = self.embedding if self.dims.spec.tie_word_embeddings else self.head
         x = rms_norm(x, self.final_norm[...], self.dims.spec.rms_norm_eps)
         # Never of a single row, for which XLA's CPU backend would widen the whole table first.
         padded = jnp.pad(x, [(0, max(0, 2 - x.shape[0])), (0, 0)])
-        local = linear(padded, table[...])[: x.shape[0]]
-        if self.dims.heads.tp == 1:
-            return local
-        return lax.all_gather(local, TP, axis=1, tiled=True)
+        return linear(padded, table[...])[: x.shape[0]]
 
 
 def abstract_decoder(dims: DecoderDims) -> tuple[nnx.GraphDef, nnx.State]:
