@@ -29,6 +29,7 @@ class Draft:
         self.ending: list[RequestState] = []
         self.handed: list[RequestState] = []
         self.preempted = False
+        self.budget = 0  # prefill tokens that fit beside the decodes
 
     def add_placement(self, state: RequestState) -> None:
         self.placements.append(Placement(state.slot, state.group, tuple(state.pages)))

@@ -2,8 +2,9 @@
 
 A prompt is admitted when its prefill pages are free on every group *and* some group can later hold
 it in decode layout. The second half is a pledge: pages that stay free and count as taken for the
-admissions after it, so that several prompts never count on the same ones. Pledges bind admissions
-and placements only: a running decode that needs a page takes it.
+admissions after it, so that several prompts never count on the same ones. The prompt's placement
+takes them up, which with several groups is some chunks before its end. Pledges bind admissions and
+placements only: a running decode that needs a page takes it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,24 @@ from conflux_jax.scheduler.state import RequestState
 
 
 class Memory:
-    """max_requests: number of slots. max_rows: decode rows of one group."""
+    """max_requests: number of slots. max_rows: decode rows of one group. handoff_pages: that one
+    iteration can carry to a group.
 
-    def __init__(self, geometry: PoolGeometry, max_requests: int, max_rows: int):
+    Per group: `num_rows` and `context_tokens` of those placed there (a prompt's tokens count in
+    full from its placement), `unhanded` pages of them that are still to be handed over.
+    """
+
+    def __init__(
+        self, geometry: PoolGeometry, max_requests: int, max_rows: int, handoff_pages: int
+    ):
         self.geometry = geometry
         self.max_rows = max_rows
+        self.handoff_pages = handoff_pages
         self.pool = PagePool(geometry.num_pools, geometry.num_pages)
         self.num_rows = [0] * geometry.groups
         self.context_tokens = [0] * geometry.groups
+        self.unhanded = [0] * geometry.groups
+        self.num_ended = 0  # requests that gave everything back for good
         self._pledged = [0] * geometry.num_pools
         self._slots = list(range(max_requests))  # a heap: the lowest free slot is next
 
@@ -51,16 +62,22 @@ class Memory:
         return prefill <= min(unpledged) and prefill + self._later_pages(state) <= max(unpledged)
 
     def _later_pages(self, state: RequestState) -> int:
-        """Pages beside its prefill pages that a request needs on one group to start decoding. One
-        that was preempted asks for a page of growth, so that it does not come back only to go."""
+        """Pages beside its prefill pages that a request needs on one group to start decoding.
+
+        One that was preempted asks for more, so that it does not come back only to go: room to grow
+        by one page, by twice as many after each further preemption. And what it gave up is for
+        those that run: until one of them has ended, it needs room for all that it may ever hold.
+        """
         if state.unplanned <= 1:
             return 0
-        pages = self.geometry.decode_pages(state.length + 1)
-        if state.num_preemptions:
-            most = self.geometry.decode_pages(state.max_kv_tokens)
-            pages = min(self.geometry.decode_pages(state.length) + 1, most)
-        held = 0 if self.geometry.needs_handoff else self.geometry.prefill_pages(state.length)
-        return pages - held
+        prefill = self.geometry.prefill_pages(state.length)
+        held = 0 if self.geometry.needs_handoff else prefill
+        if not state.num_preemptions:
+            return self.geometry.decode_pages(state.length + 1) - held
+        most = self.geometry.decode_pages(state.max_kv_tokens)
+        growth = 1 << (state.num_preemptions - 1)
+        later = min(self.geometry.decode_pages(state.length) + growth, most) - held
+        return max(later, most - prefill) if state.evicted_at == self.num_ended else later
 
     def admit(self, state: RequestState) -> None:
         """Slot, prefill pages of every pool, and a pledge on the pool with the most to spare."""
@@ -74,36 +91,51 @@ class Memory:
         pools = range(self.geometry.num_pools)
         state.prefill_pages = tuple(self.pool.allocate(pool, pages) for pool in pools)
         unpledged = self.unpledged_pages()
-        state.pledge_group = unpledged.index(max(unpledged))
+        state.pledge_pool = unpledged.index(max(unpledged))
         state.pledge_pages = later
-        self._pledged[state.pledge_group] += later
+        self._pledged[state.pledge_pool] += later
 
     def place(self, state: RequestState, keep_pledges: bool = True) -> bool:
-        """Give a finished prompt its decode group, row and pages. False, and nothing changed, where
-        no group has them. keep_pledges: leave to the other prompts what was pledged to them.
+        """Give a prompt that is (nearly) done its decode group, row and pages. False, and nothing
+        changed, where no group has them. keep_pledges: leave to the other prompts what was pledged
+        to them.
 
         Where nothing is handed over, its prefill pages become its decode pages as they are.
         """
         need = self.geometry.decode_pages(len(state.token_ids))
-        self._pledged[state.pledge_group] -= state.pledge_pages
+        self._pledged[state.pledge_pool] -= state.pledge_pages
         pools = self.unpledged_pages() if keep_pledges else self.free_pages()
         room = [pools[self.geometry.pool_of(group)] for group in range(self.geometry.groups)]
         asked = need if self.geometry.needs_handoff else 0
-        group = choose_group(self.context_tokens, self.num_rows, self.max_rows, room, asked)
+        group = choose_group(
+            self.context_tokens,
+            [
+                rows < self.max_rows and free >= asked
+                for rows, free in zip(self.num_rows, room, strict=True)
+            ],
+            len(state.token_ids),
+            [-(-(pages + asked) // self.handoff_pages) for pages in self.unhanded],
+        )
         if group < 0:
-            self._pledged[state.pledge_group] += state.pledge_pages
+            self._pledged[state.pledge_pool] += state.pledge_pages
             return False
         state.pledge_pages = 0
         if self.geometry.needs_handoff:
             state.pages = list(self.pool.allocate(group, need))
+            self.unhanded[group] += need
         else:
             state.pages = list(state.prefill_pages[0])
             state.prefill_pages = ()
         state.group = group
         state.capacity = need * self.geometry.page_tokens
         self.num_rows[group] += 1
-        self.context_tokens[group] += state.num_tokens
+        self.context_tokens[group] += state.context_tokens
         return True
+
+    def hand_over(self, state: RequestState, count: int) -> None:
+        """The next `count` pages of a placed prompt go with the plan that is being made."""
+        state.num_handed += count
+        self.unhanded[state.group] -= count
 
     def grow(self, state: RequestState) -> bool:
         """Open one more page for a decode; False where its group has none."""
@@ -125,14 +157,28 @@ class Memory:
         """Everything that a request holds, in any phase (nothing, if it holds nothing)."""
         if state.slot < 0:
             return
+        self.num_ended += 1
         heapq.heappush(self._slots, state.slot)
         state.slot = -1
         self.release_prefill(state)
-        self._pledged[state.pledge_group] -= state.pledge_pages
+        self._pledged[state.pledge_pool] -= state.pledge_pages
         state.pledge_pages = 0
         if state.group >= 0:
             self.pool.free(self.geometry.pool_of(state.group), state.pages)
             self.num_rows[state.group] -= 1
-            self.context_tokens[state.group] -= state.num_tokens
+            self.context_tokens[state.group] -= state.context_tokens
+            self.unhanded[state.group] -= self._left_to_hand_over(state)
         state.group, state.pages, state.capacity = -1, [], 0
         state.token_ids, state.num_tokens, state.num_handed, state.new_page = (), 0, 0, -1
+
+    def evict(self, state: RequestState) -> None:
+        """As `release`, of a request that will come back."""
+        ended = self.num_ended
+        self.release(state)
+        self.num_ended = state.evicted_at = ended
+
+    def _left_to_hand_over(self, state: RequestState) -> int:
+        """Pages of a placed request; those that it opened as a decode never are handed over."""
+        if not self.geometry.needs_handoff:
+            return 0
+        return self.geometry.decode_pages(len(state.token_ids)) - state.num_handed

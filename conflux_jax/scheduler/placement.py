@@ -1,4 +1,4 @@
-"""Which group decodes a prompt that has finished."""
+"""Which group decodes a prompt."""
 
 from __future__ import annotations
 
@@ -7,26 +7,34 @@ from collections.abc import Sequence
 
 def choose_group(
     context_tokens: Sequence[int],
-    num_rows: Sequence[int],
-    max_rows: int,
-    free_pages: Sequence[int],
-    pages: int,
+    can_hold: Sequence[bool],
+    num_tokens: int,
+    handoff_iterations: Sequence[int],
 ) -> int:
-    """The group with the least decode context that has a free decode row and `pages` free pages,
-    or -1. Ties go to the lowest index.
+    """The group for a prompt of `num_tokens`, or -1 where no group can hold it.
+
+    can_hold: whether a group has a row and pages for it. handoff_iterations: how many iterations it
+    would take until the prompt's pages are there, behind what else is on its way to that group.
 
     Decode attention reads all of a group's context at each iteration, so the group with the most of
-    it sets the pace: the next request goes where there is least.
+    it sets the pace. Where the prompt stays below that pace, the choice is free, and it goes where
+    it can decode soonest, among equals where there is least context. Else it goes where there is
+    least context. Ties go to the lowest index.
 
-    >>> choose_group((900, 300, 300, 500), (4, 1, 1, 2), 8, (9, 9, 9, 9), 2)
+    >>> choose_group((900, 300, 300, 500), (True, True, True, True), 100, (1, 2, 1, 1))
+    2
+    >>> choose_group((900, 300, 300, 500), (True, True, True, True), 700, (1, 2, 1, 1))
     1
-    >>> choose_group((900, 300, 300, 500), (4, 1, 8, 2), 8, (9, 1, 9, 9), 2)
+    >>> choose_group((900, 300, 300, 500), (True, False, False, True), 100, (1, 1, 1, 1))
     3
     """
-    best = -1
+    pace = max(context_tokens)
+    best, least = -1, (False, 0, 0)
     for group, context in enumerate(context_tokens):
-        if num_rows[group] >= max_rows or free_pages[group] < pages:
+        if not can_hold[group]:
             continue
-        if best < 0 or context < context_tokens[best]:
-            best = group
+        slows = context + num_tokens > pace
+        rank = (slows, 0 if slows else handoff_iterations[group], context)
+        if best < 0 or rank < least:
+            best, least = group, rank
     return best

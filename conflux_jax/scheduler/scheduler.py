@@ -19,12 +19,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.plan import (
     Admission,
     DecodeRow,
-    Handoff,
     IterationPlan,
     PoolGeometry,
     PrefillChunk,
@@ -33,6 +33,7 @@ from conflux_jax.plan import (
 from conflux_jax.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.scheduler.draft import Draft
+from conflux_jax.scheduler.handoff import is_nearly_done, plan_handoffs
 from conflux_jax.scheduler.limits import RequestLimits
 from conflux_jax.scheduler.memory import Memory
 from conflux_jax.scheduler.ordering import FirstComeFirstServed, Ordering
@@ -43,7 +44,8 @@ from conflux_jax.scheduler.state import Phase, RequestState, Running
 @dataclass(frozen=True)
 class Load:
     """How busy the engine is. Tuples have one entry per group; a request counts in its group from
-    its placement on, though its first decode row may be an iteration or two away."""
+    its placement on, with all tokens of its prompt, though its first decode row may be a few
+    iterations away."""
 
     num_decodes: tuple[int, ...]
     context_tokens: tuple[int, ...]  # KV tokens of those
@@ -77,7 +79,9 @@ class Scheduler:
         self._requests: dict[str, RequestState] = {}
         self._queue: Ordering = FirstComeFirstServed() if ordering is None else ordering
         self._running = Running(geometry)
-        self._memory = Memory(geometry, config.max_num_seqs, ladders.max_decodes)
+        self._memory = Memory(
+            geometry, config.max_num_seqs, ladders.max_decodes, config.handoff_pages
+        )
         self._in_flight: deque[tuple[int, list[RequestState]]] = deque()
         self._iteration = 0
         self._arrivals = 0
@@ -154,7 +158,7 @@ class Scheduler:
         """Back to the queue, to be recomputed from its prompt and what it has generated. A sample
         under way is real and will count; until it is here the request is not admitted again."""
         self._running.remove(state, Phase.WAITING)
-        self._memory.release(state)
+        self._memory.evict(state)
         state.num_preemptions += 1
         state.bypassed = 0
         self._preemptions += 1
@@ -213,7 +217,7 @@ class Scheduler:
 
     def _plan_prefill(self, draft: Draft, now: float) -> None:
         """Chunks up to the budget: partly prefilled prompts first, then new ones."""
-        budget = self._prefill_budget([len(rows) for rows in draft.decodes])
+        budget = draft.budget = self._prefill_budget([len(rows) for rows in draft.decodes])
         for state in self._started(now):
             if budget <= 0 or len(draft.chunks) >= self._config.max_prefill_segments:
                 return
@@ -237,7 +241,20 @@ class Scheduler:
         state.num_tokens += length
         if is_last:
             self._complete_prefill(draft, state)
+        else:
+            self._place_early(draft, state)
         return length
+
+    def _place_early(self, draft: Draft, state: RequestState) -> None:
+        """A decode group for a prompt that is nearly done, so that its pages can go meanwhile. Only
+        where that takes nothing from anyone; else it is tried again with the next chunk."""
+        if not self._geometry.needs_handoff or state.group >= 0 or state.unplanned <= 1:
+            return
+        pages = self._geometry.decode_pages(len(state.token_ids))
+        left = len(state.token_ids) - state.num_tokens
+        nearly = is_nearly_done(pages, left, draft.budget, self._config.handoff_pages)
+        if nearly and self._memory.place(state):
+            draft.add_placement(state)
 
     def _complete_prefill(self, draft: Draft, state: RequestState) -> None:
         """The last chunk samples; what follows it needs a decode group, if anything does."""
@@ -248,7 +265,7 @@ class Scheduler:
             draft.ending.append(state)
             return
         self._running.enter(state, Phase.HANDOFF)
-        if self._memory.place(state):
+        if state.group < 0 and self._memory.place(state):
             draft.add_placement(state)
         if not self._geometry.needs_handoff:
             self._running.enter(state, Phase.DECODING)
@@ -294,19 +311,15 @@ class Scheduler:
         )
 
     def _plan_handoffs(self, draft: Draft) -> None:
-        """Up to `handoff_pages` pages into each group, first placed first. All of a prompt's tokens
-        are in by the end of the iteration of its last chunk, so every page may go from then on."""
-        left = [self._config.handoff_pages] * self._geometry.groups
-        for state in self._running.handing.values():
-            if state.group < 0 or not left[state.group]:
-                continue
-            count = min(left[state.group], len(state.pages) - state.num_handed)
-            left[state.group] -= count
-            length = len(state.token_ids)
-            draft.handoffs.append(Handoff(state.slot, state.group, state.num_handed, count, length))
-            state.num_handed += count
-            if state.num_handed == len(state.pages):
-                draft.handed.append(state)
+        """Pages on their way: first of the prompts that wait for nothing else to decode."""
+        if not self._geometry.needs_handoff:
+            return
+        handing = self._running.handing.values()
+        waiting = chain(handing, self._running.prefilling.values())
+        draft.handoffs += plan_handoffs(
+            waiting, self._memory, self._geometry, self._config.handoff_pages
+        )
+        draft.handed += [s for s in handing if 0 < len(s.pages) == s.num_handed]
 
     def _settle(self, draft: Draft) -> None:
         """Free what this plan is the last to use; let those that are handed over decode."""

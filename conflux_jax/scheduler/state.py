@@ -44,15 +44,16 @@ class RequestState:
     unplanned: int = 0
     bypassed: int = 0  # later requests admitted while this one waited for memory
     num_preemptions: int = 0
+    evicted_at: int = 0  # requests that had ended when it was preempted last
     queued_tokens: int = 0  # length, as the waiting queue counted it
     # Held from admission to release:
     slot: int = -1
     token_ids: tuple[int, ...] = ()
     num_tokens: int = 0
     prefill_pages: tuple[tuple[int, ...], ...] = ()
-    pledge_group: int = -1
+    pledge_pool: int = -1
     pledge_pages: int = 0
-    # Held from placement to release:
+    # Held from placement to release. With several groups, a prompt is placed before its last chunk:
     group: int = -1
     pages: list[int] = field(default_factory=list)
     capacity: int = 0  # tokens that `pages` hold
@@ -69,6 +70,11 @@ class RequestState:
     def length(self) -> int:
         """Tokens that the host knows: what a (re-)admission has to prefill."""
         return len(self.request.prompt_token_ids) + len(self.outputs)
+
+    @property
+    def context_tokens(self) -> int:
+        """Of one that is placed: KV tokens that its group holds or will once it is prefilled."""
+        return max(self.num_tokens, len(self.token_ids))
 
     @property
     def max_kv_tokens(self) -> int:

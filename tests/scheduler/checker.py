@@ -77,6 +77,7 @@ class CheckingExecutor:
         self.memory: dict[tuple[int, int], Page] = {}
         self.sampled: dict[int, list[int]] = {}  # by identity of the request
         self.plans: list[IterationPlan] = []
+        self._ended: dict[int, Request] = {}  # by identity, which the values keep alive
         self._collected = 0
 
     def launch(self, plan: IterationPlan) -> tuple[int, list[int]]:
@@ -94,6 +95,11 @@ class CheckingExecutor:
             page.cells[offset] = cell
         assert len(tokens) == len(plan.samples)
         return plan.iteration, tokens
+
+    def end(self, request: Request) -> None:
+        """Cancelled: its pages may be another's with the next plan, so no plan from here on may
+        read or write for it. (Plans that were launched are through before the next one.)"""
+        self._ended[id(request)] = request
 
     def collect(self, ticket: tuple[int, list[int]]) -> StepOutput:
         assert ticket[0] == self._collected
@@ -119,6 +125,10 @@ class CheckingExecutor:
             assert plan.num_prefill_tokens + sum(loads) <= self.config.max_num_batched_tokens
         decoding = [row.slot for rows in plan.decodes for row in rows]
         working = decoding + [chunk.slot for chunk in plan.chunks]
+        admitted = {admission.slot for admission in plan.admissions}
+        busy = {*working, *(handoff.slot for handoff in plan.handoffs)} - admitted
+        ended = self._ended.keys() & {id(self.slots[slot].request) for slot in busy}
+        assert not ended, "work for a request that was cancelled"
         assert len(set(working)) == len(working), "a slot with two rows"
         assert not set(decoding) & {handoff.slot for handoff in plan.handoffs}
 
@@ -264,11 +274,13 @@ class CheckingExecutor:
     def _run_handoff(self, handoff: Handoff, writes: list, chunked: dict[int, int]) -> None:
         resident = self.slots[handoff.slot]
         size, length = self.geometry.page_tokens, len(resident.token_ids)
-        assert resident.group == handoff.group and resident.prefilled
+        assert resident.group == handoff.group
         assert handoff.first_page == resident.num_handed and handoff.num_pages >= 1
         assert handoff.num_tokens == length
         start = handoff.first_page * size
         stop = min(length, start + handoff.num_pages * size)
+        assert stop <= resident.num_tokens, "handed over before it is prefilled"
+        assert stop % size == 0 or stop == length, "a part of a page that is not the last"
         pooled = max(start, min(stop, chunked.get(handoff.slot, length)))
         shards = {
             tuple(self._read(resident, group, pages, "prefill", start, pooled))

@@ -78,6 +78,7 @@ class Harness:
     def cancel(self, request_id: str) -> bool:
         done = self.scheduler.cancel(request_id)
         if done:
+            self.executor.end(self.requests[request_id])
             self.ends[request_id] = FinishReason.ABORT
         return done
 
@@ -85,6 +86,7 @@ class Harness:
         """The text side found a stop string."""
         done = self.scheduler.finish(request_id, FinishReason.STOP)
         if done:
+            self.executor.end(self.requests[request_id])
             self.ends[request_id] = FinishReason.ABORT  # what came is a prefix
         return done
 
@@ -147,8 +149,12 @@ class Harness:
             assert sorted(held + free) == list(range(self.geometry.num_pages))
             placed = [s for s in holding if s.group == group]
             assert memory.num_rows[group] == len(placed) <= self.ladders.max_decodes
-            assert memory.context_tokens[group] == sum(s.num_tokens for s in placed)
-            pledged = sum(s.pledge_pages for s in holding if s.pledge_group == group)
+            context = sum(max(s.num_tokens, len(s.token_ids)) for s in placed)
+            assert memory.context_tokens[group] == context
+            handing = [s for s in placed if s.phase.value in ("prefilling", "handoff")]
+            unhanded = sum(len(s.pages) - s.num_handed for s in handing)
+            assert memory.unhanded[group] == (unhanded if self.geometry.needs_handoff else 0)
+            pledged = sum(s.pledge_pages for s in holding if s.pledge_pool == group)
             assert memory._pledged[group] == pledged
         slots = [s.slot for s in holding] + memory._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs))

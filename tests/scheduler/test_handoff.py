@@ -68,3 +68,93 @@ def test_pages_on_their_way_are_not_given_to_the_same_plan():
     harness.turn()
     harness.drain()
     assert {reason for reason in harness.ends.values()} == {FinishReason.LENGTH}
+
+
+def in_chunks(length: int, chunk: int, handoff_pages: int) -> Harness:
+    """A prompt alone on two groups, pages of 4 tokens; served to its end."""
+    harness = Harness(
+        groups=2, num_pages=99, max_num_batched_tokens=chunk, handoff_pages=handoff_pages
+    )
+    harness.add("r", length, 3)
+    harness.drain()
+    return harness
+
+
+def pages_handed(harness: Harness) -> list[int]:
+    return [sum(h.num_pages for h in plan.handoffs) for plan in harness.plans]
+
+
+def last_chunk(harness: Harness) -> int:
+    return next(i for i, p in enumerate(harness.plans) if any(c.is_last for c in p.chunks))
+
+
+def test_it_starts_one_chunk_before_the_last():
+    """30 tokens in chunks of 8: full pages go with the third chunk, and the fourth, of 6 tokens,
+    takes the last two; the prompt decodes in the next iteration."""
+    harness = in_chunks(length=30, chunk=8, handoff_pages=8)
+    assert [len(plan.placements) for plan in harness.plans[:4]] == [0, 0, 1, 0]
+    assert handoffs(harness)[:5] == [[], [], [(0, 0, 0, 6)], [(0, 0, 6, 2)], []]
+    assert [len(plan.decodes[0]) for plan in harness.plans] == [0, 0, 0, 0, 1, 1]
+
+
+def test_a_page_waits_for_its_last_token():
+    """Chunks of 6 cut pages of 4: after 6 and 12 tokens one and three pages are full."""
+    harness = in_chunks(length=17, chunk=6, handoff_pages=8)
+    assert pages_handed(harness)[:3] == [0, 3, 2]  # placed with the second of three chunks
+    harness = in_chunks(length=11, chunk=6, handoff_pages=8)
+    assert pages_handed(harness)[:2] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("length", "chunk", "handoff_pages"),
+    [(80, 8, 3), (80, 8, 2), (200, 8, 2), (201, 9, 3), (79, 16, 4), (33, 32, 8), (4, 1, 1)],
+)
+def test_a_long_prompt_starts_so_early_that_its_last_chunk_completes_it(
+    length, chunk, handoff_pages
+):
+    """An iteration can carry a chunk's pages, and so a prompt of any length decodes right after
+    its last chunk; and its group is bound only as early as that needs, and one chunk for slack."""
+    harness = in_chunks(length, chunk, handoff_pages)
+    last, moved = last_chunk(harness), pages_handed(harness)
+    assert sum(moved) == sum(moved[: last + 1]) == -(-length // 4)
+    assert harness.plans[last + 1].samples == ("r",)
+    (placed,) = [i for i, plan in enumerate(harness.plans) if plan.placements]
+    needed = -(-sum(moved) // handoff_pages)
+    assert placed == max(0, last - needed)
+
+
+@pytest.mark.parametrize(("length", "chunk", "handoff_pages"), [(96, 32, 3), (100, 48, 2)])
+def test_where_chunks_outrun_the_handoff_it_starts_at_once_and_never_pauses(
+    length, chunk, handoff_pages
+):
+    moved = pages_handed(in_chunks(length, chunk, handoff_pages))
+    full, rest = divmod(length // 4, handoff_pages)
+    assert moved[: full + (rest > 0)] == [handoff_pages] * full + [rest] * (rest > 0)
+    assert not any(moved[full + (rest > 0) :])
+
+
+def test_one_that_waits_to_decode_goes_before_one_that_is_prefilled():
+    """Both in the group that does not set the pace, two pages an iteration, chunks of 15 tokens:
+    "second" is placed with its first chunk, and its three full pages wait for "first"."""
+    harness = Harness(groups=2, num_pages=99, max_num_batched_tokens=16, handoff_pages=2)
+    harness.add("pace", 90, 40)
+    while not sum(len(rows) for plan in harness.plans for rows in plan.decodes):
+        harness.turn()
+    start = len(harness.plans)
+    harness.add("first", 15, 9)
+    harness.add("second", 40, 9)
+    harness.run(3)
+    slots = {a.slot: a.request.request_id for a in harness.plans[start].admissions}
+    slots |= {a.slot: a.request.request_id for a in harness.plans[start + 1].admissions}
+    plans = harness.plans[start:]
+    moved = [[(slots[h.slot], h.group, h.num_pages) for h in plan.handoffs] for plan in plans]
+    assert moved == [[("first", 1, 2)], [("first", 1, 2)], [("second", 1, 2)]]
+    assert [len(plan.placements) for plan in plans] == [1, 1, 0]
+    harness.drain()
+
+
+def test_one_output_token_is_never_placed_early():
+    harness = Harness(groups=2, max_num_batched_tokens=8)
+    harness.add("r", 40, 1)
+    harness.drain()
+    assert not any(plan.placements or plan.handoffs for plan in harness.plans)

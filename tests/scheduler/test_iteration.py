@@ -193,10 +193,12 @@ def test_load_counts_what_there_is():
     harness.add("c", 5, 9)
     harness.turn()
     load = harness.scheduler.load()
-    assert load.num_decodes == (1, 0) and load.context_tokens == (10, 0)
+    # "a" was prefilled, "b" has 6 of its tokens, and with one chunk to come it has its group.
+    assert load.num_decodes == (1, 1) and load.context_tokens == (10, 20)
     assert load.num_prefilling == 1 and load.num_waiting == 1
     assert load.prefill_tokens == 20 - 6 + 5
-    assert load.free_pages == (32 - 3 - 3, 32 - 3)  # "a" was handed over, and gave back 2 of each
+    # "a" was handed over, and gave back 2 of each; "b" has 3 of each, and 5 of its group.
+    assert load.free_pages == (32 - 3 - 3, 32 - 3 - 5)
     harness.drain()
 
 

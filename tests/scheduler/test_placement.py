@@ -3,22 +3,27 @@ import pytest
 from conflux_jax.scheduler.placement import choose_group
 from tests.scheduler.harness import Harness
 
+ALL = (True, True, True)
+
 
 @pytest.mark.parametrize(
-    ("context", "rows", "free", "pages", "group"),
+    ("context", "can_hold", "tokens", "iterations", "group"),
     [
-        ((900, 300, 500), (1, 1, 1), (9, 9, 9), 4, 1),  # least context
-        ((300, 300, 300), (1, 1, 1), (9, 9, 9), 4, 0),  # ties: lowest index
-        ((900, 300, 500), (1, 8, 1), (9, 9, 9), 4, 2),  # no row in group 1
-        ((900, 300, 500), (1, 1, 1), (9, 3, 9), 4, 2),  # no pages in group 1
-        ((900, 300, 500), (1, 8, 1), (9, 9, 3), 4, 0),
-        ((900, 300, 500), (8, 8, 8), (9, 9, 9), 4, -1),
-        ((900, 300, 500), (1, 1, 1), (3, 3, 3), 4, -1),
-        ((900, 300, 500), (1, 1, 1), (0, 0, 0), 0, 1),
+        ((900, 300, 500), ALL, 700, (1, 1, 1), 1),  # least context
+        ((300, 300, 300), ALL, 9, (1, 1, 1), 0),  # ties: lowest index
+        ((900, 300, 500), (True, False, True), 700, (1, 1, 1), 2),  # no row or pages in group 1
+        ((900, 300, 500), (True, False, False), 9, (1, 1, 1), 0),
+        ((900, 300, 500), (False, False, False), 9, (1, 1, 1), -1),
+        # Neither group 1 nor 2 would set the pace: where pages arrive first, then least context
+        ((900, 300, 500), ALL, 400, (1, 2, 1), 2),
+        ((900, 300, 500), ALL, 400, (1, 2, 2), 1),
+        ((900, 300, 500), ALL, 401, (1, 2, 1), 1),  # group 2 would, by one token
+        ((900, 300, 500), ALL, 601, (1, 3, 1), 1),  # all would
+        ((300, 300, 300), ALL, 9, (3, 2, 1), 0),
     ],
 )
-def test_choice(context, rows, free, pages, group):
-    assert choose_group(context, rows, 8, free, pages) == group
+def test_choice(context, can_hold, tokens, iterations, group):
+    assert choose_group(context, can_hold, tokens, iterations) == group
 
 
 def test_requests_spread_by_context():
@@ -38,4 +43,18 @@ def test_a_group_without_a_free_row_is_passed_over():
         harness.add(f"r{number}", 4, 6)
     harness.turn()
     assert [p.group for p in harness.plans[0].placements] == [0, 1]  # the others wait for a row
+    harness.drain()
+
+
+def test_a_burst_goes_where_pages_arrive_first():
+    """One long context sets the pace; three prompts of 4 pages need not queue for one group."""
+    harness = Harness(groups=3, max_num_batched_tokens=96, handoff_pages=4)
+    harness.add("pace", 90, 30)
+    harness.run(8)
+    for number in range(3):
+        harness.add(f"r{number}", 16, 4)
+    harness.turn()
+    placed = [p.group for p in harness.plans[-1].placements]
+    assert placed == [1, 2, 1]
+    assert [h.group for h in harness.plans[-1].handoffs] == [1, 2]
     harness.drain()

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import numpy as np
+import pytest
 
 from conflux_jax.plan import StepOutput
+from conflux_jax.request import FinishReason
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.scheduler.state import Phase
 from tests.scheduler.harness import Harness
@@ -164,4 +169,84 @@ def test_the_oldest_prompt_takes_decode_pages_from_younger_requests():
     lights = {s.phase: s for i, s in states(scheduler).items() if i.startswith("light")}
     assert set(lights) == {Phase.WAITING, Phase.DECODING}
     assert lights[Phase.DECODING].group == 1 - placement.group
+    harness.drain()
+
+
+@pytest.mark.parametrize(("groups", "num_pages"), [(1, 4 * 62), (3, 2 * 62)])
+def test_8_requests_with_memory_for_4(groups, num_pages):
+    """480 in, 512 out: 991 KV tokens, 62 pages of 16. The four oldest are never preempted; until
+    they end, together, nobody who was preempted can come back, and then all who were fit to their
+    end: once each. (Three groups of which each has room for two prompts, one of them under way.)"""
+    harness = Harness(
+        groups=groups,
+        num_pages=num_pages,
+        page_tokens=16,
+        max_num_batched_tokens=512,
+        handoff_pages=32,
+    )
+    for number in range(8):
+        harness.add(f"r{number}", 480, 512)
+    while harness.scheduler.has_work:
+        harness.turn()
+    harness.drain()
+    times = Counter(admitted(harness))
+    assert [times[f"r{number}"] for number in range(4)] == [1] * 4
+    assert max(times.values()) == 2
+    assert set(harness.ends.values()) == {FinishReason.LENGTH}
+    assert harness.scheduler.load().num_preemptions == times.total() - 8
+
+
+def test_preemptions_stay_few_under_lasting_pressure():
+    """24 requests of up to 94 pages, memory for about four. Each preemption doubles the room that
+    a return asks for; at the seventh that is a whole life."""
+    draw = random.Random(0)
+    harness = Harness(num_pages=248, page_tokens=4, max_num_batched_tokens=128, max_num_seqs=24)
+    for number in range(24):
+        harness.add(f"r{number}", draw.randint(3, 150), draw.randint(3, 225))
+    while harness.scheduler.has_work:
+        harness.turn()
+    harness.drain()
+    times = Counter(admitted(harness))
+    assert harness.scheduler.load().num_preemptions > 24, "pressure is what this is about"
+    assert max(times.values()) <= 1 + 7
+
+
+def test_a_preempted_request_stays_away_until_another_ends_or_all_of_it_fits():
+    """60 pages of a token; each of four needs 30 to its end, so the first two have them all. When
+    the third gives up its 20, the fourth could start again with the 16 that it needs."""
+    harness = Harness(num_pages=60, page_tokens=1)
+    for number in range(4):
+        harness.add(f"r{number}", 4, 27)
+    free = []
+    while "r0" in states(harness.scheduler):
+        free.append(harness.scheduler.load().free_pages[0])
+        harness.turn()
+    # Those that were preempted are back with the iteration after the last rows of the first two.
+    assert admitted(harness) == ["r0", "r1", "r2", "r3", "r2", "r3"]
+    fourth = [a for plan in harness.plans for a in plan.admissions][-1]
+    assert max(free) > len(fourth.token_ids) + 1
+    assert harness.plans[-1].admissions
+    harness.drain()
+    assert harness.scheduler.load().num_preemptions == 2
+
+
+def test_preempted_while_it_is_handed_over_it_gives_up_both_sides():
+    """Two groups. "young" is placed and partly handed over, not yet prefilled, when an older one
+    in the same group needs a page."""
+    harness = Harness(
+        groups=2, num_pages=22, page_tokens=2, max_num_batched_tokens=6, handoff_pages=1
+    )
+    scheduler = harness.scheduler
+    for number in range(4):
+        harness.add(f"old{number}", 4, 20)
+    harness.run(8)
+    harness.add("young", 12, 4)
+    young = states(scheduler)["young"]
+    partly = False
+    while not young.num_preemptions:
+        partly = young.phase is Phase.PREFILLING and 0 < young.num_handed < len(young.pages)
+        harness.turn()
+    assert partly and young.phase is Phase.WAITING
+    assert (young.group, young.pages, young.prefill_pages, young.num_handed) == (-1, [], (), 0)
+    harness.audit()
     harness.drain()

@@ -1,0 +1,184 @@
+"""Scheduler and runner together on a tiny random model: what one request gets does not depend on
+memory, on who was cancelled before it, or on what else runs; and nothing compiles meanwhile."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+import pytest
+
+from conflux_jax.config import Config
+from conflux_jax.execution.runner import Runner
+from conflux_jax.models.loading import open_source
+from conflux_jax.plan import IterationPlan
+from conflux_jax.request import FinishReason, SamplingParams
+from tests.serving import GREEDY, Serving, make_request, no_compilation
+from tests.tiny import write_tiny_llama
+
+SETTINGS = {
+    "dtype": "float32",
+    "max_model_len": 192,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,
+    "kv_pool_tokens": 1024,
+    "page_tokens": 4,
+    "handoff_pages": 6,
+    "decode_rows_ladder": (8,),
+    "bucket_growth": 8.0,
+}
+
+
+def settings(runner: Runner, **changes) -> Config:
+    return Config.from_flat(**{**SETTINGS, "sp": runner.geometry.groups, **changes})
+
+
+@pytest.fixture(scope="module", params=[1, 3], ids="sp={}".format)
+def runner(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Runner]:
+    path = write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=6, num_kv_heads=3)
+    rows = (-(-48 // request.param),)
+    config = Config.from_flat(sp=request.param, rows_ladder=rows, **SETTINGS)
+    made = Runner.create(open_source(str(path)), config)
+    made.warm_up()
+    yield made
+    made.close()
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+def alone(runner: Runner, *request) -> list[int]:
+    serving = Serving(runner, settings(runner))
+    serving.add(make_request(*request))
+    return serving.drain()[request[0]]
+
+
+@pytest.mark.parametrize("turns", range(1, 5))
+def test_the_next_may_have_the_pages_of_one_cancelled_in_its_handoff(runner: Runner, turns: int):
+    """The first, of 100 tokens in three chunks, is cancelled after some of its plans, the last of
+    which has not been waited for; the second, as long, gets its pages with the very next plan."""
+    expected = alone(runner, "b", prompt(2, 100), 12)
+    serving = Serving(runner, settings(runner))
+    serving.add(make_request("a", prompt(1, 100), 12))
+    serving.run(turns)
+    assert bool(serving.plans[-1].handoffs) == runner.geometry.needs_handoff
+    held, told = pages_held(serving, "a"), len(serving.tokens["a"])
+    assert serving.scheduler.cancel("a")
+    serving.add(make_request("b", prompt(2, 100), 12))
+    serving.turn()
+    taken = pages_held(serving, "b")
+    assert all(own and own <= others for own, others in zip(taken, held, strict=True))
+    assert serving.drain() == {"a": serving.tokens["a"][:told], "b": expected}
+
+
+def pages_held(serving: Serving, request_id: str) -> list[set[int]]:
+    """By group, by the plans."""
+    held: list[set[int]] = [set() for _ in range(serving.runner.geometry.groups)]
+    slot = -1
+    for plan in serving.plans:
+        for admission in plan.admissions:
+            if admission.request.request_id == request_id:
+                slot = admission.slot
+                held = [own | set(p) for own, p in zip(held, admission.prefill_pages, strict=True)]
+        for placed in plan.placements:
+            if placed.slot == slot:
+                held[placed.group] |= set(placed.pages)
+    return held
+
+
+def test_a_late_stop_leaves_nothing_behind(runner: Runner):
+    """One slot. "a" ends with its sixth token, seen when a row more is under way; that row's token
+    is nobody's, and "b" takes the slot and the pages."""
+    tokens = alone(runner, "a", prompt(1, 30), 12)
+    end = next(i for i in range(5, 12) if tokens[i] not in tokens[:i])
+    expected = alone(runner, "b", prompt(2, 30), 12)
+    serving = Serving(runner, settings(runner, max_num_seqs=1))
+    params = SamplingParams(temperature=0.0)
+    serving.add(make_request("a", prompt(1, 30), 12, params, frozenset({tokens[end]})))
+    serving.add(make_request("b", prompt(2, 30), 12))
+    assert serving.drain() == {"a": tokens[: end + 1], "b": expected}
+    assert serving.ends == {"a": FinishReason.STOP, "b": FinishReason.LENGTH}
+    assert sum(plan.samples.count("a") for plan in serving.plans) == end + 2
+
+
+def test_8_requests_with_memory_for_4_say_what_they_say_without_pressure(runner: Runner):
+    """30 in, 32 out: 61 KV tokens, 16 pages of 4. Greedy ones and drawn ones."""
+    drawn = SamplingParams(temperature=0.8, top_p=0.9, ignore_eos=True)
+    requests = [
+        make_request(f"r{i}", prompt(i, 30), 32, drawn if i % 2 else GREEDY) for i in range(8)
+    ]
+    plenty = Serving(runner, settings(runner))
+    short = Serving(
+        runner, settings(runner), num_pages=4 * 16 if runner.geometry.groups == 1 else 32
+    )
+    for serving in (plenty, short):
+        for request in requests:
+            serving.add(request)
+        serving.drain()
+        assert set(serving.ends.values()) == {FinishReason.LENGTH}
+        assert {len(tokens) for tokens in serving.tokens.values()} == {32}
+    assert short.tokens == plenty.tokens
+    assert plenty.scheduler.load().num_preemptions == 0 < short.scheduler.load().num_preemptions
+
+
+def test_preempted_twice_and_more(runner: Runner):
+    draw = random.Random(3)
+    requests = [
+        make_request(f"r{i}", prompt(i, draw.randint(2, 40)), draw.randint(10, 60))
+        for i in range(16)
+    ]
+    plenty = Serving(runner, settings(runner))
+    short = Serving(runner, settings(runner), num_pages=34)  # what the largest needs
+    for serving in (plenty, short):
+        for request in requests:
+            serving.add(request)
+        serving.drain()
+    admitted = Counter(a.request.request_id for plan in short.plans for a in plan.admissions)
+    assert max(admitted.values()) >= 3, "nobody came back twice"
+    assert short.tokens == plenty.tokens
+    for request in requests:
+        assert len(short.tokens[request.request_id]) == request.max_output_tokens
+
+
+def test_nothing_compiles_whatever_is_asked(runner: Runner):
+    """All sampling options in one batch, prompts from one token to many chunks, chunks of one
+    token where decodes leave no more, and limits that no bucket is aligned with."""
+    used, lengths = set(), set()
+    with no_compilation():
+        for batched_tokens in (9, 37, 48):
+            plans = serve_at_random(runner, batched_tokens)
+            used |= {plan.bucket for plan in plans}
+            lengths |= {chunk.length for plan in plans for chunk in plan.chunks}
+    assert used == set(runner.ladders.all())
+    assert 1 in lengths
+
+
+def serve_at_random(runner: Runner, batched_tokens: int) -> list[IterationPlan]:
+    draw = random.Random(batched_tokens)
+    serving = Serving(runner, settings(runner, max_num_batched_tokens=batched_tokens))
+    for number in range(14):
+        params = SamplingParams(
+            temperature=draw.choice((0.0, 0.7, 1.3)),
+            top_k=draw.choice((0, 1, 17)),
+            top_p=draw.choice((1.0, 0.83)),
+            min_p=draw.choice((0.0, 0.05)),
+            logprobs=draw.choice((None, 0, 5)),
+            ignore_eos=draw.random() < 0.5,
+        )
+        tokens = prompt(number, draw.choice((1, 2, 11, 48, 49, 101)))
+        output = draw.randint(1, 20)
+        serving.add(make_request(f"r{number}", tokens, output, params, frozenset({7})))
+        serving.run(draw.randint(0, 3))
+        if number % 5 == 4:
+            serving.scheduler.cancel(f"r{number - 1}")
+    serving.drain()
+    return serving.plans
+
+
+def test_the_listener_hears_a_compilation():
+    with pytest.raises(AssertionError), no_compilation():
+        jax.jit(lambda x: x + 3)(np.arange(5))
