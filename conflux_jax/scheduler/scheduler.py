@@ -183,7 +183,7 @@ class Scheduler:
     def _secure_pages(self, draft: Draft) -> None:
         before = self._preemptions
         for state in secure_pages(self._running, self._memory, self._preempt):
-            draft.add_placement(state)
+            self._note_placed(draft, state)
         draft.preempted = self._preemptions > before
 
     def _plan_decodes(self, draft: Draft) -> None:
@@ -266,9 +266,12 @@ class Scheduler:
             return
         self._running.enter(state, Phase.HANDOFF)
         if state.group < 0 and self._memory.place(state):
-            draft.add_placement(state)
+            self._note_placed(draft, state)
+
+    def _note_placed(self, draft: Draft, state: RequestState) -> None:
+        draft.add_placement(state)
         if not self._geometry.needs_handoff:
-            self._running.enter(state, Phase.DECODING)
+            draft.handed.append(state)  # its KV lies where it decodes
 
     def _admit(self, draft: Draft, budget: int, now: float) -> None:
         """Start waiting prompts while there is budget, by order. One for which memory is short may

@@ -164,7 +164,7 @@ class CheckingExecutor:
         told = self.sampled.setdefault(id(request), [])
         assert tuple(admission.token_ids) == (*request.prompt_token_ids, *told)
         resident = Resident(request, tuple(admission.token_ids), admission.prefill_pages)
-        assert len(admission.prefill_pages) == self.geometry.groups
+        assert len(admission.prefill_pages) == self.geometry.num_pools
         for group, pages in enumerate(admission.prefill_pages):
             assert len(pages) == self.geometry.prefill_pages(len(admission.token_ids))
             self._own(resident, group, pages, self.prefill_layout, fresh)
@@ -178,16 +178,17 @@ class CheckingExecutor:
         layout: str,
         fresh: set[tuple[int, int]],
     ) -> None:
+        pool = self.geometry.pool_of(group)
         for page in pages:
             assert 0 <= page < self.geometry.num_pages
-            assert (group, page) not in fresh, "a page given out twice in one plan"
-            fresh.add((group, page))
-            self.memory[group, page] = Page(resident, layout)
+            assert (pool, page) not in fresh, "a page given out twice in one plan"
+            fresh.add((pool, page))
+            self.memory[pool, page] = Page(resident, layout)
 
     # Work. Everything reads the pool as it was; writes come at the end.
 
     def _page(self, resident: Resident, group: int, number: int, layout: str) -> Page:
-        page = self.memory[group, number]
+        page = self.memory[self.geometry.pool_of(group), number]
         assert page.owner is resident, f"page {number} of group {group} is another's by now"
         assert page.layout == layout
         return page

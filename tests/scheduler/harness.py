@@ -44,15 +44,16 @@ class Harness:
         prefill_page_tokens: int | None = None,
         max_model_len: int = 4096,
         max_decodes: int | None = None,
+        shared: bool = False,
         **settings: Any,
     ):
         self.config = SchedulerConfig(**{"max_num_batched_tokens": 32, **settings})
-        self.geometry = PoolGeometry(
-            groups, num_pages, page_tokens, prefill_page_tokens or page_tokens * groups
-        )
+        prefill_page_tokens = prefill_page_tokens or page_tokens * groups
+        page_tokens = prefill_page_tokens if shared else page_tokens
+        self.geometry = PoolGeometry(groups, num_pages, page_tokens, prefill_page_tokens, shared)
         level = -(-self.config.max_num_batched_tokens // groups)
         decodes = max_decodes or self.config.max_num_seqs
-        self.ladders = Ladders.make(decodes, level, 2.0, handoff=groups > 1)
+        self.ladders = Ladders.make(decodes, level, 2.0, handoff=self.geometry.needs_handoff)
         self.scheduler = Scheduler(self.config, self.geometry, self.ladders, max_model_len)
         self.executor = CheckingExecutor(self.config, self.geometry, self.ladders)
         self.requests: dict[str, Request] = {}
@@ -142,11 +143,14 @@ class Harness:
         scheduler, memory = self.scheduler, self.scheduler._memory
         states = list(scheduler._requests.values())
         holding = [s for s in states if s.slot >= 0]
-        for group in range(self.geometry.groups):
-            held = [page for s in holding for page in _pages(s, group)]
+        for pool in range(self.geometry.num_pools):
+            held = [page for s in holding for page in self._pages(s, pool)]
             assert len(set(held)) == len(held), "a page with two owners"
-            free = memory.pool._free[group]
+            free = memory.pool._free[pool]
             assert sorted(held + free) == list(range(self.geometry.num_pages))
+            pledged = sum(s.pledge_pages for s in holding if s.pledge_pool == pool)
+            assert memory._pledged[pool] == pledged
+        for group in range(self.geometry.groups):
             placed = [s for s in holding if s.group == group]
             assert memory.num_rows[group] == len(placed) <= self.ladders.max_decodes
             context = sum(max(s.num_tokens, len(s.token_ids)) for s in placed)
@@ -154,8 +158,6 @@ class Harness:
             handing = [s for s in placed if s.phase.value in ("prefilling", "handoff")]
             unhanded = sum(len(s.pages) - s.num_handed for s in handing)
             assert memory.unhanded[group] == (unhanded if self.geometry.needs_handoff else 0)
-            pledged = sum(s.pledge_pages for s in holding if s.pledge_pool == group)
-            assert memory._pledged[group] == pledged
         slots = [s.slot for s in holding] + memory._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs))
         queued = list(scheduler._queue.waiting(0.0))
@@ -171,8 +173,7 @@ class Harness:
             assert len(s.outputs) + s.in_flight + s.unplanned == s.request.max_output_tokens
             assert s.bypassed <= self.config.max_bypass
 
-
-def _pages(state: RequestState, group: int) -> list[int]:
-    prefill = list(state.prefill_pages[group]) if state.prefill_pages else []
-    assert len(prefill) + len(state.pages) * (state.group == group) == state.pages_in(group)
-    return prefill + (state.pages if state.group == group else [])
+    def _pages(self, state: RequestState, pool: int) -> list[int]:
+        prefill = list(state.prefill_pages[pool]) if state.prefill_pages else []
+        placed = state.group >= 0 and self.geometry.pool_of(state.group) == pool
+        return prefill + (state.pages if placed else [])

@@ -15,6 +15,7 @@ class Lives(RuleBasedStateMachine):
     """One engine's life. A group count comes with each subclass; the rest is drawn."""
 
     groups = 1
+    shared = False
     harness: Harness
 
     @initialize(data=st.data())
@@ -35,6 +36,7 @@ class Lives(RuleBasedStateMachine):
             max_prefill_segments=draw(st.integers(1, 4), label="max_prefill_segments"),
             handoff_pages=draw(st.integers(1, 4), label="handoff_pages"),
             max_bypass=draw(st.integers(0, 4), label="max_bypass"),
+            shared=self.shared,
         )
 
     @rule(
@@ -79,9 +81,11 @@ class Lives(RuleBasedStateMachine):
             self.harness.drain()
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 4])
-def test_lives(groups):
-    machine = type("LivesOf", (Lives,), {"groups": groups})
+@pytest.mark.parametrize(
+    ("groups", "shared"), [(1, False), (2, False), (3, False), (4, False), (3, True)]
+)
+def test_lives(groups, shared):
+    machine = type("LivesOf", (Lives,), {"groups": groups, "shared": shared})
     case = machine.TestCase
     case.settings = settings(
         max_examples=50,

@@ -10,7 +10,7 @@ from conflux_jax.request import OutOfRange
 from tests.scheduler.harness import Harness
 
 
-def draw_harness(draw: random.Random, groups: int) -> Harness:
+def draw_harness(draw: random.Random, groups: int, shared: bool) -> Harness:
     page_tokens = draw.choice((1, 2, 4))
     return Harness(
         groups=groups,
@@ -24,13 +24,14 @@ def draw_harness(draw: random.Random, groups: int) -> Harness:
         max_prefill_segments=draw.randint(1, 4),
         handoff_pages=draw.randint(1, 6),
         max_bypass=draw.randint(0, 4),
+        shared=shared,
     )
 
 
-def live(seed: int, groups: int) -> Harness:
+def live(seed: int, groups: int, shared: bool = False) -> Harness:
     """Arrivals in bursts, a few cancels and stops, then everything to its end."""
     draw = random.Random(seed)
-    harness = draw_harness(draw, groups)
+    harness = draw_harness(draw, groups, shared)
     ignore_eos, longest = draw.random(), draw.choice((4, 16))
     for number in range(draw.randint(4, 24)):
         length, max_tokens = draw.randint(1, longest), draw.randint(1, 40)
@@ -51,9 +52,13 @@ def live(seed: int, groups: int) -> Harness:
     return harness
 
 
-@pytest.mark.parametrize("groups", [1, 2, 3, 4])
-def test_everything_ends_with_its_solo_tokens(groups):
-    preemptions = sum(live(seed, groups).scheduler.load().num_preemptions for seed in range(80))
+@pytest.mark.parametrize(
+    ("groups", "shared"), [(1, False), (2, False), (3, False), (4, False), (3, True)]
+)
+def test_everything_ends_with_its_solo_tokens(groups, shared):
+    """shared: decode attention is spread over the groups, which have one free list of pages."""
+    lives = (live(seed, groups, shared) for seed in range(80))
+    preemptions = sum(life.scheduler.load().num_preemptions for life in lives)
     assert preemptions > 30, "pressure is what this test is about"
 
 
