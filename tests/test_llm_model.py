@@ -79,6 +79,20 @@ def test_a_converted_model_says_the_same(llm: LLM, model: Path, expected, tmp_pa
         assert restored.engine.info == llm.engine.info
 
 
+def test_ids_without_a_token_are_never_sampled(llm: LLM):
+    """Case 19: a tenth of this model's vocabulary has no token, and hot sampling would find it."""
+    info, text = llm.engine.info, llm.engine.tokenizer
+    assert text.vocab_size < 0.91 * info.vocab_size
+    each = [
+        SamplingParams(max_tokens=40, temperature=2.0, seed=seed, ignore_eos=True, logprobs=20)
+        for seed in range(4)
+    ]
+    for output in llm.generate(["x"] * len(each), each):
+        assert len(output.token_ids) == 40 and max(output.token_ids) < text.vocab_size
+        for entry in output.logprobs or ():
+            assert all(token_id < text.vocab_size for token_id, _ in entry.top)
+
+
 async def test_the_service_says_what_the_library_says(llm: LLM, expected):
     async with serving(None) as client:
         await client.server.use(llm.engine)

@@ -18,6 +18,7 @@ import argparse
 import json
 import random
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,15 @@ from conflux_jax.models.loading import find_model  # noqa: E402
 from tests.goldens.inputs import (  # noqa: E402
     CHATS,
     CORPUS,
+    LONG_MODEL,
+    LONG_POSITIONS,
+    LONG_PROMPT,
     PROMPTS,
     ROPE_CONFIGS,
     ROPE_POSITION,
     TEMPLATES,
 )
+from tests.tiny import write_tiny_llama  # noqa: E402
 
 MODEL = "smollm2-135m-instruct"
 MAX_TOKENS = 48
@@ -59,6 +64,7 @@ def build(path: Path) -> dict[str, Any]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
     return {
         "tokenizer.json": tokenizer_cases(tokenizer),
+        "long_context.json": long_context(),
         "rope.json": [rope_case(**case) for case in ROPE_CONFIGS],
         "smollm2.json": smollm2(path, tokenizer),
     }
@@ -170,6 +176,19 @@ def rope_case(name: str, config: dict[str, Any]) -> dict[str, Any]:
         "inv_freq": rotary.inv_freq.tolist(),
         "cos": [round(x, 6) for x in cos[0, 0, :half].tolist()],
         "sin": [round(x, 6) for x in sin[0, 0, :half].tolist()],
+    }
+
+
+def long_context() -> dict[str, Any]:
+    """Float32 logits of a tiny model at positions up to and past Llama-3.1's original context."""
+    with tempfile.TemporaryDirectory() as directory:
+        write_tiny_llama(directory, **LONG_MODEL)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        logits = model.eval()(torch.tensor([LONG_PROMPT])).logits[0]
+    rows = logits[list(LONG_POSITIONS)].tolist()
+    return {
+        "positions": list(LONG_POSITIONS),
+        "logits": [[round(value, 6) for value in row] for row in rows],
     }
 
 

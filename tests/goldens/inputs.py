@@ -128,6 +128,23 @@ _LLAMA_8B = {
     "max_position_embeddings": 131072,
 }
 _LLAMA_1B = _LLAMA_8B | {"hidden_size": 2048, "head_dim": 64}
+# A small random model (`tests/tiny.py`) and a prompt that goes past the original 8,192 positions.
+LONG_MODEL: dict[str, Any] = {
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "vocab_size": 64,
+    "layers": 1,
+    "rope_theta": 500000.0,
+    "rope_scaling": {"rope_type": "llama3"} | _LLAMA31,
+    "max_position_embeddings": 16384,
+    "eos_token_ids": (2,),
+    "config": {"eos_token_id": 2, "bos_token_id": 1},
+    "tokenizer": False,
+}
+LONG_PROMPT = [(7 * i + i // 5) % 64 for i in range(8192 + 256)]
+LONG_POSITIONS = (63, 4096, 8191, 8192, 8300, 8447)
 ROPE_POSITION = 9000  # past the original 8,192
 ROPE_CONFIGS: list[dict[str, Any]] = [
     {"name": "null", "config": _LLAMA_8B | {"rope_theta": 500000.0, "rope_scaling": None}},

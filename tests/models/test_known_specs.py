@@ -115,7 +115,10 @@ def test_the_papers_mesh_splits_the_heads_exactly(name: str):
 @pytest.mark.parametrize("name", KNOWN_SPECS)
 def test_each_has_settings_of_its_own(name: str):
     config = Config.from_yaml(Path("configs") / f"{name}.yaml")
-    assert (config.mesh.sp, config.mesh.tp) == MESHES[name]
+    sp, tp = MESHES[name]
+    assert (config.mesh.sp, config.mesh.tp) == (sp, tp)
     assert config.model.dtype == "bfloat16"
+    rows = config.scheduler.rows_ladder
+    assert rows is not None and rows[-1] * sp == config.scheduler.max_num_batched_tokens
     longest = config.model.max_model_len or KNOWN_SPECS[name].max_position_embeddings
     assert longest <= KNOWN_SPECS[name].max_position_embeddings

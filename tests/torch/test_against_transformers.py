@@ -30,11 +30,11 @@ LLAMA3 = {
 }
 
 
-def our_logits(path: Path, token_ids: list[int], sp: int = 1) -> np.ndarray:
+def our_logits(path: Path, token_ids: list[int], sp: int = 1, chunk: int = 64) -> np.ndarray:
     """`[tokens, vocab]` float32."""
     from tests.forward import forward_logits
 
-    return np.asarray(forward_logits(open_source(path), token_ids, sp=sp))
+    return np.asarray(forward_logits(open_source(path), token_ids, sp=sp, chunk=chunk))
 
 
 def their_logits(model: Any, token_ids: list[int]) -> np.ndarray:
@@ -113,6 +113,28 @@ def test_logits_of_qwen3(tmp_path: Path):
     )
     ids = random_ids(45)
     assert_same_logits(our_logits(tmp_path, ids), their_logits(model, ids))
+
+
+LLAMA31 = LLAMA3 | {"original_max_position_embeddings": 8192, "rope_theta": 500000.0}
+QWEN3 = {"rope_type": "default", "rope_theta": 1000000.0}
+
+
+@pytest.mark.parametrize("sp", [1, 2])
+@pytest.mark.parametrize(
+    ("qwen3", "rope", "changes"),
+    [
+        (False, LLAMA31, {"num_attention_heads": 4, "num_key_value_heads": 2}),
+        (True, QWEN3, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}),
+    ],
+)
+def test_logits_past_8192_positions(
+    tmp_path: Path, qwen3: bool, rope: dict[str, Any], changes: dict[str, Any], sp: int
+):
+    """Past the context that Llama-3.1's scaling stretches; every logit from the first token on."""
+    settings = {"rope_parameters": rope, "max_position_embeddings": 16384, **changes}
+    model = random_model(tmp_path, qwen3, attn_implementation="sdpa", **settings)
+    ids = random_ids(8192 + 300)
+    assert_same_logits(our_logits(tmp_path, ids, sp, chunk=1024), their_logits(model, ids))
 
 
 def test_logits_from_shards(tmp_path: Path):
