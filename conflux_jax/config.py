@@ -92,7 +92,12 @@ class SchedulerConfig:
     )
     max_waiting: int = _setting(1024, "most requests queued; more are refused", low=1)
     max_prefill_segments: int = _setting(8, "most prompts with a chunk in one iteration", low=1)
-    handoff_pages: int = _setting(8, "KV pages that one iteration can hand to each group", low=1)
+    handoff_pages: int = _setting(
+        32,
+        "KV pages that one iteration can hand to each group; with max_num_batched_tokens / "
+        "page_tokens of them a prompt decodes right after its last chunk, however long it is",
+        low=1,
+    )
     max_bypass: int = _setting(
         64, "requests that may overtake one waiting for memory before it must be next", low=0
     )

@@ -54,6 +54,24 @@ def test_many_streams_at_once_from_asyncio(groups: int):
     assert texts == [(f"<{i}>" * 30)[: 20 + i] for i in range(40)]
 
 
+@pytest.mark.parametrize("groups", [1, 2])
+def test_preempted_requests_stream_every_token_once(groups: int):
+    """Eight of 48 in and 52 out, seven pages of 16 each at their ends; memory for four."""
+    pages = {1: 28, 2: 14}[groups]
+    with make_fake(groups=groups, max_num_seqs=8, pool_tokens=16 * pages) as fake:
+        params = SamplingParams(max_tokens=52, ignore_eos=True)
+        prompts = [f"{number:048d}" for number in range(8)]
+        requests = [fake.engine.prepare(prompt, params) for prompt in prompts]
+        for prompt, stream in zip(prompts, fake.engine.submit_many(requests), strict=True):
+            deltas = list(stream)
+            assert "".join(delta.text for delta in deltas) == (prompt * 2)[:52]
+            # What the service counts as completion tokens:
+            assert sum(len(delta.token_ids) for delta in deltas) == 52
+            assert sum(len(delta.times_s) for delta in deltas) == 52
+        assert fake.engine.load().result(10).num_preemptions >= 2
+        fake.wait_free()
+
+
 @pytest.mark.parametrize(
     ("ignore_eos", "count", "reason"),
     [(True, 200, FinishReason.LENGTH), (False, 11, FinishReason.STOP)],
@@ -245,8 +263,15 @@ def test_a_prompt_cancelled_before_its_handoff_is_gone():
 
 def test_a_waiting_request_can_be_cancelled():
     with make_fake(max_num_seqs=1) as fake:
-        running, waiting = open_stream(fake), open_stream(fake, request_id="w")
-        assert fake.engine.abort("w").result(5) is True
+        fake.executor.pause_at(lambda plan: True)  # or it may be over before the abort
+        prepare = fake.engine.prepare
+        running, waiting = fake.engine.submit_many(
+            [prepare("abc", LONG, "r"), prepare("abc", LONG, "w")]
+        )
+        fake.executor.wait_paused()
+        aborted = fake.engine.abort("w")
+        fake.executor.resume()
+        assert aborted.result(5) is True
         assert waiting.read_all().finish_reason is FinishReason.ABORT
         assert fake.engine.abort("w").result(5) is False
         assert fake.executor.num_plans_with("w") == 0

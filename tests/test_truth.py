@@ -1,12 +1,10 @@
 """SmolLM2 in float32, greedy, equals transformers token for token: on every mesh, in any company,
 in chunks of any size. The goldens come from `tests/goldens/generate.py` (torch, transformers)."""
 
-import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 from conflux_jax.config import Config
@@ -16,6 +14,7 @@ from conflux_jax.models.loading import open_source
 from conflux_jax.request import FinishReason, Request, SamplingParams
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.text import open_text
+from tests.serving import no_compilation
 
 MODEL = "smollm2-135m-instruct"
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_text())
@@ -43,23 +42,6 @@ def runner(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Runne
     made.warm_up()
     yield made
     made.close()
-
-
-@contextlib.contextmanager
-def no_compilation() -> Iterator[None]:
-    """After warm-up nothing compiles, whatever runs."""
-    compiled: list[str] = []
-
-    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            compiled.append(event)
-
-    jax.monitoring.register_event_duration_secs_listener(note)
-    try:
-        yield
-    finally:
-        jax.monitoring.unregister_event_duration_listener(note)
-    assert not compiled
 
 
 def run(
