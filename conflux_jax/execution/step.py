@@ -113,11 +113,13 @@ def lower_step(
     specs = nnx.get_partition_spec(abstract)
     params = jax.tree.map(lambda x, spec: shaped(x.shape, x.dtype, spec), abstract, specs)
     pool_spec, slots_spec = state_specs()
-    pool = shaped(PoolShape(dims, limits.geometry).shape, dims.dtype, pool_spec)
-    state = StepState(pool, shaped((limits.max_slots,), jnp.int32, slots_spec))
+    state: Any = (
+        shaped(PoolShape(dims, limits.geometry).shape, dims.dtype, pool_spec),
+        shaped((limits.max_slots,), jnp.int32, slots_spec),
+    )
     size = BufferLayout.make(bucket, limits).size
     buffer = shaped((limits.geometry.groups, size), jnp.int32, PartitionSpec(SP))
-    return step.lower(params, state, buffer)
+    return step.lower(params, StepState(*state), buffer)
 
 
 def forward(

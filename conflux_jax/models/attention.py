@@ -14,7 +14,7 @@ are some. Whether the two phases may run at the same time is said by `AttentionO
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -156,10 +156,11 @@ class AttentionOptions:
 
     def decode(self, q, new_k, new_v, pool: _Pool, layer, inputs: DecodeInputs):
         """`kernels.decode`, on its stream where it has one."""
-        attend = self.kernels.decode
+        attend: Any = self.kernels.decode
         if self.decode_on_stream:
+            placed: Any = compute_on  # its stubs know only the context manager
             space = jax.memory.Space.Device
-            attend = compute_on(attend, compute_type=DECODE_STREAM, out_memory_spaces=space)
+            attend = placed(attend, compute_type=DECODE_STREAM, out_memory_spaces=space)
         return attend(q, new_k, new_v, pool, layer, inputs.page_table, inputs.context_lens)
 
 

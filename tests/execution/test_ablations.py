@@ -1,6 +1,5 @@
 """Every ablation serves the same tokens as the scheme: they change where work runs, not what."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,10 +7,8 @@ import pytest
 
 from conflux_jax.config import Config
 from conflux_jax.execution.runner import Runner
-from conflux_jax.loop import turn
 from conflux_jax.models.loading import open_source
-from conflux_jax.request import Request, SamplingParams
-from conflux_jax.scheduler.scheduler import Scheduler
+from tests.serving import Serving, make_request
 from tests.tiny import write_tiny_llama
 
 PROMPT_TOKENS = (45, 1, 19, 30, 7)
@@ -53,30 +50,15 @@ def serve(path: Path, **settings) -> dict[str, list[int]]:
         **settings,
     )
     runner = Runner.create(open_source(str(path)), config)
-    scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
-    outputs: dict[str, list[int]] = {}
-    arrivals = requests()
-    iteration, in_flight = 0, None
-    while in_flight is not None or scheduler.has_work or iteration == 0:
-        if iteration % 2 == 0 and (request := next(arrivals, None)):
-            outputs[request.request_id] = []
-            scheduler.add(request)
-        in_flight, events = turn(scheduler, runner, lambda: 0.0, in_flight)
-        for event in events:
-            assert event.token_id is not None
-            outputs[event.request_id].append(event.token_id)
-        iteration += 1
-    assert set(scheduler.load().free_pages) == {runner.geometry.num_pages}
-    runner.close()
-    return outputs
-
-
-def requests() -> Iterator[Request]:
+    serving = Serving(runner, config)
     rng = np.random.default_rng(5)
-    params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     for number, length in enumerate(PROMPT_TOKENS):
-        prompt = tuple(rng.integers(0, 256, length).tolist())
-        yield Request(f"r{number}", prompt, params, MAX_TOKENS)
+        prompt = rng.integers(0, 256, length).tolist()
+        serving.add(make_request(f"r{number}", prompt, MAX_TOKENS))
+        serving.run(2)
+    tokens = dict(serving.drain())
+    runner.close()
+    return tokens
 
 
 @pytest.mark.parametrize("name", ABLATIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_6_cancel_between_the_last_chunk_and_the_end_of_its_handoff():
 
 
 def test_7_a_client_that_goes_after_its_first_token_leaves_nothing():
-    settings = {"groups": 2, "num_pages": 9000, "max_model_len": 9000, "max_num_seqs": 1}
+    settings: dict[str, Any] = {"groups": 2, "num_pages": 9000, "max_model_len": 9000}
+    settings["max_num_seqs"] = 1
     idle, harness = Harness(**settings), Harness(**settings)
     idle.add("next", 20, 4)
     expected = turns_to_first_token(idle, "next")
