@@ -33,6 +33,8 @@ format: $(VENV)/.dev
 # Peers go into .venv-peers, made by the benchmark itself.
 bench: $(VENV)/.serve
 	$(VENV)/bin/python -m bench.throughput $(ARGS)
+	$(VENV)/bin/python -m bench.warmup
+	$(VENV)/bin/python -m bench.overlap_host
 
 test-torch: $(TORCH_VENV)/.torch
 	$(TORCH_VENV)/bin/python -m pytest tests/torch $(ARGS)

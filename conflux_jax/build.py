@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from conflux_jax.config import Config
 from conflux_jax.engine import Engine, ModelInfo
 from conflux_jax.models.loading import open_source
+from conflux_jax.plan import Executor
 from conflux_jax.platform import ensure_devices
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.text import open_text
@@ -14,9 +16,14 @@ from conflux_jax.text import open_text
 Progress = Callable[[str, int, int], None]  # stage, steps done, steps in all
 
 
-def build_engine(config: Config, progress: Progress | None = None) -> Engine:
+def build_engine(
+    config: Config,
+    progress: Progress | None = None,
+    watch: Callable[[Any], Executor] | None = None,
+) -> Engine:
     """Load, compile and start. JAX is imported here, once the model is known to be there.
 
+    watch: puts an executor around the Runner, for measurements.
     Raises ConfigError or ModelError, each one line that names the setting or the file.
     """
     report = progress or (lambda stage, done, total: None)
@@ -44,4 +51,4 @@ def build_engine(config: Config, progress: Progress | None = None) -> Engine:
         page_tokens=runner.geometry.page_tokens,
         num_pages=runner.geometry.num_pages,
     )
-    return Engine(scheduler, runner, text, info)
+    return Engine(scheduler, watch(runner) if watch else runner, text, info)

@@ -12,7 +12,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450
 MARKER_LINES = 30  # an `__init__.py` up to here needs no line of its own
-COMMANDS = ("conflux_jax.serve", "conflux_jax.client", "conflux_jax.convert", "bench.throughput")
+COMMANDS = (
+    "conflux_jax.serve",
+    "conflux_jax.client",
+    "conflux_jax.convert",
+    "bench.long_prefill",
+    "bench.overlap_host",
+    "bench.throughput",
+    "bench.warmup",
+)
 GENERATED = ("_pb2.py", "_pb2_grpc.py", "_pb2.pyi")
 # Written with a character class each, so that this file does not match itself.
 HOSTS = r"py[p]i\.org|python[h]osted|registry\.[n]pmjs|deb\.[d]ebian"
