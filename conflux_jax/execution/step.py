@@ -105,7 +105,7 @@ def lower_step(
     graphdef, abstract = abstract_decoder(dims)
     step: Any = make_step(graphdef, abstract, dims, mesh, limits, bucket, vocab_limit, attention)
 
-    def shaped(shape, dtype, spec):
+    def shaped(shape, dtype, spec) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     specs = nnx.get_partition_spec(abstract)
@@ -137,17 +137,24 @@ def forward(
     cos, sin = lax.optimization_barrier(tables)  # made once, not in every layer
     layer_def, layer_state = nnx.split(model.layers)
 
-    def body(carry, scanned):
-        x, pool = carry
-        parameters, index = scanned
+    def body(carry):
+        index, x, pool = carry
+        parameters = jax.tree.map(partial(_of_layer, index=index), layer_state)
         layer = nnx.merge(layer_def, parameters)
-        q, kv = layer.qkv(x, cos, sin)
-        attention, pool = split_attention(q, kv, pool, index, inputs, dims.heads, options)
-        return (layer.finish(x, attention), pool), None
+        qkv = layer.qkv(x, cos, sin)
+        attention, pool = split_attention(qkv, pool, index, inputs, dims.heads, options)
+        x = layer.finish(x, attention)
+        return index + 1, x, pool
 
-    indices = jnp.arange(dims.spec.num_layers, dtype=jnp.int32)
-    start = (model.embed(token_ids), state.pool)
-    return lax.scan(body, start, (layer_state, indices))[0]
+    # Not `lax.scan`: its own counter cannot be read, and a second one costs launches per layer.
+    start = (jnp.int32(0), model.embed(token_ids), state.pool)
+    return lax.while_loop(lambda carry: carry[0] < dims.spec.num_layers, body, start)[1:]
+
+
+def _of_layer(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(
+        stacked, index, axis=0, keepdims=False, allow_negative_indices=False
+    )
 
 
 def _attention_inputs(bucket: Bucket, f: dict) -> AttentionInputs:
