@@ -53,7 +53,7 @@ class ExecutionConfig:
     overlap: str | None = _setting(
         None,
         "decode attention before prefill's, or beside it on a GPU stream of its own "
-        "(default: stream on a GPU, none on a CPU)",
+        "(default: stream on a GPU whose attention kernels can, none elsewhere)",
         choices=("none", "stream"),
     )
     decode_attention: str = _setting(

@@ -1,4 +1,4 @@
-"""The devices that this process asks JAX for."""
+"""The devices that this process asks JAX for, and what it tells XLA about them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,21 @@ CPU_COLLECTIVE_FLAGS = {
     "xla_cpu_collective_call_warn_stuck_timeout_seconds": 300,
     "xla_cpu_collective_call_terminate_timeout_seconds": 600,
 }
+# What becomes CUDA graphs: all of a step but the attention kernels and the collectives. A layer's
+# linear part is then a few graph launches, and no branch of the sampler waits for the host.
+# Matrix products can only be captured by CUDA 12.9 or newer.
+GPU_GRAPH_FLAGS = {
+    # Kernels, matrix products, those that read a layer's weights in place, branches and loops.
+    # Not CUSTOM_CALL, which is attention; not COLLECTIVES, which hang when captured.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    # Runs of two launches and more; XLA's default would leave a layer's as they are.
+    "xla_gpu_graph_min_graph_size": 2,
+    # A norm's weights are copied in the stream of the kernels: on one of its own, it ends a graph.
+    "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
+}
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")  # names that JAX has for the same thing
 
 
 def ensure_devices(num_devices: int) -> None:
@@ -50,6 +65,14 @@ def _add_xla_flags() -> None:
     missing = {k: v for k, v in CPU_COLLECTIVE_FLAGS.items() if k not in flags}
     added = [f"--{name}={value}" for name, value in missing.items()]
     os.environ["XLA_FLAGS"] = " ".join([flags, *added]).strip()
+
+
+def compiler_options(platform: str) -> dict[str, str | int]:
+    """XLA's options for the engine's programs on a platform; flags that the user set stand."""
+    if platform not in GPU_PLATFORMS:
+        return {}
+    set_by_user = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in GPU_GRAPH_FLAGS.items() if name not in set_by_user}
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -24,9 +24,9 @@ from conflux_jax.models.attention import AttentionOptions
 from conflux_jax.models.decoder import DecoderDims, abstract_decoder
 from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.loading.placement import load_parameters
-from conflux_jax.models.spec import WeightSource
+from conflux_jax.models.spec import ModelSpec, WeightSource
 from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry, StepOutput
-from conflux_jax.platform import cpu_multiplies_bfloat16
+from conflux_jax.platform import compiler_options, cpu_multiplies_bfloat16
 from conflux_jax.request import Logprobs
 from conflux_jax.scheduler.buckets import Ladders
 
@@ -112,11 +112,7 @@ class Runner:
                 f"max_model_len: {max_model_len} is past the model's "
                 f"max_position_embeddings ({spec.max_position_embeddings})"
             )
-        heads = HeadLayout.make(spec, config.mesh.sp, config.mesh.tp)
-        dtype = jnp.dtype(config.model.dtype)
-        on_cpu = mesh.devices.flat[0].platform == "cpu"
-        widens = on_cpu and dtype == jnp.bfloat16 and not cpu_multiplies_bfloat16()
-        dims = DecoderDims(spec, heads, dtype, CPU_WIDEN_ROWS if widens else None)
+        dims = plan_dims(spec, mesh, jnp.dtype(config.model.dtype))
         _, abstract = abstract_decoder(dims)
         params = load_parameters(source, dims, abstract, mesh)
         most = config.scheduler.max_num_seqs * max_model_len
@@ -166,7 +162,8 @@ class Runner:
 
     def _compile(self, bucket: Bucket) -> tuple[Bucket, jax.stages.Compiled]:
         self.num_compilations += 1
-        return bucket, self.lower(bucket).compile()
+        options = compiler_options(self.mesh.devices.flat[0].platform)
+        return bucket, self.lower(bucket).compile(compiler_options=options)
 
     def _logprobs(self, batch: Batch, sampled: Sampled) -> dict[str, Logprobs]:
         if not batch.logprobs:
@@ -178,6 +175,18 @@ class Runner:
             pairs = zip(ids[at][:top].tolist(), values[at][:top].tolist(), strict=True)
             out[request_id] = Logprobs(float(chosen[at]), tuple(pairs))
         return out
+
+
+def plan_dims(spec: ModelSpec, mesh: Mesh, dtype: jnp.dtype) -> DecoderDims:
+    """The model on the mesh, with what suits the mesh's devices.
+
+    Raises ModelError when the model cannot be split so."""
+    sp, tp = mesh.devices.shape
+    heads = HeadLayout.make(spec, sp, tp)
+    if mesh.devices.flat[0].platform != "cpu":
+        return DecoderDims(spec, heads, dtype, products=dtype)
+    widens = dtype == jnp.bfloat16 and not cpu_multiplies_bfloat16()
+    return DecoderDims(spec, heads, dtype, CPU_WIDEN_ROWS if widens else None)
 
 
 def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:

@@ -107,7 +107,7 @@ def lower_step(
     graphdef, abstract = abstract_decoder(dims)
     step: Any = make_step(graphdef, abstract, dims, mesh, limits, bucket, vocab_limit, attention)
 
-    def shaped(shape, dtype, spec):
+    def shaped(shape, dtype, spec) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     specs = nnx.get_partition_spec(abstract)
@@ -145,17 +145,24 @@ def forward(
     attend = spread_attention if limits.geometry.shared else split_attention
     cut = bucket.decode_rows if limits.apart and bucket.prefill else 0
 
-    def body(carry, scanned):
-        x, pool = carry
-        parameters, index = scanned
+    def body(carry):
+        index, x, pool = carry
+        parameters = jax.tree.map(partial(_of_layer, index=index), layer_state)
         layer = nnx.merge(layer_def, parameters)
-        q, kv = _by_phase(layer.qkv, cut, x, cos, sin)
-        attention, pool = attend(q, kv, pool, index, inputs, dims.heads, options)
-        return (_by_phase(layer.finish, cut, x, attention), pool), None
+        qkv = _by_phase(layer.qkv, cut, x, cos, sin)
+        attention, pool = attend(qkv, pool, index, inputs, dims.heads, options)
+        x = _by_phase(layer.finish, cut, x, attention)
+        return index + 1, x, pool
 
-    indices = jnp.arange(dims.spec.num_layers, dtype=jnp.int32)
-    start = (model.embed(token_ids), state.pool)
-    return lax.scan(body, start, (layer_state, indices))[0]
+    # Not `lax.scan`: its own counter cannot be read, and a second one costs launches per layer.
+    start = (jnp.int32(0), model.embed(token_ids), state.pool)
+    return lax.while_loop(lambda carry: carry[0] < dims.spec.num_layers, body, start)[1:]
+
+
+def _of_layer(stacked: jax.Array, index: jax.Array) -> jax.Array:
+    return lax.dynamic_index_in_dim(
+        stacked, index, axis=0, keepdims=False, allow_negative_indices=False
+    )
 
 
 def _by_phase(rows_function: Callable[..., Any], cut: int, *rows: jax.Array) -> Any:

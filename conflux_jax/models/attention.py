@@ -13,7 +13,8 @@ are some. Whether the two phases may run at the same time is said by `AttentionO
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
@@ -22,7 +23,9 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Float, Int
 
+from conflux_jax.config import ConfigError
 from conflux_jax.models.heads import HeadLayout
+from conflux_jax.platform import GPU_PLATFORMS
 from pallas_kernels.blockwise import Segments, decode_attention, prefill_attention
 
 SP = "sp"
@@ -82,23 +85,29 @@ _Rows = Float[Array, "tokens kv_heads head_dim"]
 class AttentionKernels(Protocol):
     """What attends: the seam between the stage and its kernels.
 
-    Operands are what the stage has without moving anything, since a kernel can address rows by
-    index but XLA cannot fuse a gather into it. So prefill gets the rows as received and answers in
-    the same order, which is what is sent back; how it orders them between is its own affair.
+    Operands are whole arrays that exist anyway, with the indices of what to use: a kernel can
+    address rows and heads as it likes, while XLA would have to launch a copy for every slice or
+    gather in front of it or behind it. Both methods see queries, keys and values of a token as
+    consecutive heads.
     """
+
+    @property
+    def streams(self) -> bool:
+        """Whether `decode` can be put on a GPU stream of its own. XLA takes kernel launches and
+        single `lax` operations there, but no loops and no nested jit."""
+        ...
 
     def decode(
         self,
-        q: Float[Array, "rows kv_heads q_per_kv head_dim"],
-        new_k: Float[Array, "rows kv_heads head_dim"],
-        new_v: Float[Array, "rows kv_heads head_dim"],
+        sent: Float[Array, "groups rows qkv_heads head_dim"],
         pool: _Pool,
         layer: Int[Array, ""],
-        page_table: Int[Array, "rows max_pages"],
-        context_lens: Int[Array, " rows"],
-    ) -> Float[Array, "rows kv_heads q_per_kv head_dim"]:
+        inputs: DecodeInputs,
+        heads: HeadLayout,
+    ) -> Float[Array, "decode_rows q_width"]:
         """One query a row against its context in the pool and its own key and value, which are
-        not in the pool yet."""
+        not in the pool yet. The rows are the first of `sent`; its groups are shares of heads. The
+        result has the heads in the order `[group][head]`."""
         ...
 
     def prefill(
@@ -109,9 +118,8 @@ class AttentionKernels(Protocol):
         inputs: PrefillInputs,
         heads: HeadLayout,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        """Causal attention of the chunks, to themselves and to their context in the pool. Heads of
-        `received`: this device's queries, keys, values. Rows that are no chunk's may be anything
-        finite."""
+        """Causal attention of the chunks, to themselves and to their context in the pool, in
+        received order. Rows that are no chunk's may be anything finite."""
         ...
 
 
@@ -119,8 +127,15 @@ class AttentionKernels(Protocol):
 class XlaKernels:
     """The XLA path, on any device: see `pallas_kernels.blockwise`."""
 
-    def decode(self, q, new_k, new_v, pool, layer, page_table, context_lens):
-        return decode_attention(q, new_k, new_v, pool, layer, page_table, context_lens)
+    streams: bool = False
+
+    def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
+        rows, kv_heads, head_dim = inputs.context_lens.shape[0], heads.kv_per_rank, sent.shape[3]
+        q = jnp.moveaxis(sent[:, :rows, : heads.q_per_device], 0, 1)
+        q = q.reshape(rows, kv_heads, heads.q_per_kv_decode, head_dim)
+        k, v = _decode_kv(sent, rows, heads)
+        table, context_lens = inputs.page_table, inputs.context_lens
+        return decode_attention(q, k, v, pool, layer, table, context_lens).reshape(rows, -1)
 
     def prefill(self, received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
@@ -148,55 +163,52 @@ class AttentionOptions:
     def make(
         cls, overlap: str | None, platform: str, kernels: AttentionKernels | None = None
     ) -> AttentionOptions:
-        """overlap: `none`, `stream`, or None for what suits the platform. A CPU has no streams:
-        there `stream` only drops the order."""
-        on_gpu = platform in ("gpu", "cuda", "rocm")
-        overlap = overlap or ("stream" if on_gpu else "none")
-        return cls(overlap == "none", overlap == "stream" and on_gpu, kernels or XlaKernels())
-
-    def decode(self, q, new_k, new_v, pool: _Pool, layer, inputs: DecodeInputs):
-        """`kernels.decode`, on its stream where it has one."""
-        attend: Any = self.kernels.decode
-        if self.decode_on_stream:
-            placed: Any = compute_on  # its stubs know only the context manager
-            space = jax.memory.Space.Device
-            attend = placed(attend, compute_type=DECODE_STREAM, out_memory_spaces=space)
-        return attend(q, new_k, new_v, pool, layer, inputs.page_table, inputs.context_lens)
+        """overlap: `none`, `stream`, or None for what platform and kernels can do. A CPU has no
+        streams: there `stream` only drops the order. Raises ConfigError where it cannot work."""
+        kernels = kernels or XlaKernels()
+        on_gpu = platform in GPU_PLATFORMS
+        overlap = overlap or ("stream" if on_gpu and kernels.streams else "none")
+        streams = overlap == "stream" and on_gpu
+        if streams and not kernels.streams:
+            raise ConfigError(
+                "overlap: stream needs attention kernels that run on a stream of their own; "
+                f"{type(kernels).__name__} have loops. Use none"
+            )
+        return cls(overlap == "none", streams, kernels)
 
 
 def split_attention(
-    q: Float[Array, "rows groups q_heads head_dim"],
-    kv: Float[Array, "rows groups kv2 head_dim"],
+    qkv: Float[Array, "rows groups qkv_heads head_dim"],
     pool: _Pool,
     layer: Int[Array, ""],
     inputs: AttentionInputs,
     heads: HeadLayout,
     options: AttentionOptions,
 ) -> tuple[Float[Array, "rows q_width"], _Pool]:
-    """Attention of every row of this group, heads in the order of `q`, and the pool with the
-    layer's new KV in it."""
-    decode_out = prefill_out = None
+    """Attention of every row of this group, query heads in the order of `qkv`, and the pool with
+    the layer's new KV in it. `qkv`: for each share of the heads its queries, keys and values."""
+    # Made once: its readers shall not each rotate the projection again.
+    sent = lax.optimization_barrier(jnp.moveaxis(qkv, 1, 0))
+    decode_out = back = chunk_kv = None
     writes: list[tuple[_Rows, _Rows, Int[Array, "tokens kv_heads"]]] = []
-    chunk_kv = None
     if inputs.decode is not None:
-        decode_out, written = _decode_path(q, kv, pool, layer, inputs.decode, heads, options)
+        decode_out, written = _decode_path(sent, pool, layer, inputs.decode, heads, options)
         writes.append(written)
         if options.ordered and inputs.prefill is not None:
-            decode_out, q, kv = lax.optimization_barrier((decode_out, q, kv))
+            decode_out, sent = lax.optimization_barrier((decode_out, sent))
     if inputs.prefill is not None:
-        prefill_out, written = _prefill_path(q, kv, pool, layer, inputs.prefill, heads, options)
+        back, written = _prefill_path(sent, pool, layer, inputs.prefill, heads, options)
         chunk_kv = written[:2]
         writes.append(written)
     if inputs.handoff is not None:
         writes.append(_hand_off(chunk_kv, pool, layer, inputs.handoff, heads))
     # Every reader of the old pool is done before the scatter below may touch it.
-    pool, decode_out, prefill_out = lax.optimization_barrier((pool, decode_out, prefill_out))
-    return _merge(decode_out, prefill_out, inputs.decode, q), _write(pool, layer, writes)
+    pool, decode_out, back = lax.optimization_barrier((pool, decode_out, back))
+    return _merge(decode_out, back, inputs.decode, qkv.shape[0]), _write(pool, layer, writes)
 
 
 def spread_attention(
-    q: Float[Array, "rows groups q_heads head_dim"],
-    kv: Float[Array, "rows groups kv2 head_dim"],
+    qkv: Float[Array, "rows groups qkv_heads head_dim"],
     pool: _Pool,
     layer: Int[Array, ""],
     inputs: AttentionInputs,
@@ -205,40 +217,26 @@ def spread_attention(
 ) -> tuple[Float[Array, "rows q_width"], _Pool]:
     """`split_attention` as other systems have it, to measure against: decode rows go through the
     all-to-alls as well, and every device attends for all groups' decodes with its own heads."""
-    rows, groups, num_q, head_dim = q.shape
-    received = _to_heads(q, kv)
-    out = jnp.zeros((groups, rows, num_q * head_dim), q.dtype)
+    groups, rows, own = heads.groups, qkv.shape[0], replace(heads, groups=1, replicas=1)
+    sent = lax.optimization_barrier(jnp.moveaxis(qkv, 1, 0))
+    received = _all_to_all(sent, axis=0)
     decode_out = None
+    out = jnp.zeros((groups, rows, heads.q_per_device * qkv.shape[3]), qkv.dtype)
     writes: list[tuple[_Rows, _Rows, Int[Array, "tokens kv_heads"]]] = []
     if inputs.decode is not None:
-        decode_out, written = _attend_decodes(received, pool, layer, inputs.decode, heads, options)
+        decode_rows = inputs.decode.context_lens.shape[0] // groups
+        first = received[:, :decode_rows].reshape(1, groups * decode_rows, *received.shape[2:])
+        decode_out, written = _decode_path(first, pool, layer, inputs.decode, own, options)
         writes.append(written)
         if options.ordered and inputs.prefill is not None:
             decode_out, received = lax.optimization_barrier((decode_out, received))
     if inputs.prefill is not None:
-        prefill_out, written = _attend_prefill(
-            received, pool, layer, inputs.prefill, heads, options
-        )
-        out = prefill_out.reshape(out.shape)
+        out, written = _attend_chunks(received, pool, layer, inputs.prefill, heads, options)
         writes.append(written)
     if inputs.decode is not None:
         out = _over_first_rows(decode_out, inputs.decode, out)
-    back = _all_to_all(out, split=0, concat=2).reshape(rows, -1)
-    pool, back = lax.optimization_barrier((pool, back))
-    return back, _write(pool, layer, writes)
-
-
-def _attend_decodes(
-    received, pool, layer, inputs: DecodeInputs, heads: HeadLayout, options: AttentionOptions
-):
-    """Decode attention of all groups' rows for this device's heads, group after group."""
-    num_q, num_kv, head_dim = heads.q_per_device, heads.kv_per_device, received.shape[2]
-    decode_rows = inputs.context_lens.shape[0] // heads.groups
-    by_group = received.reshape(heads.groups, -1, *received.shape[1:])[:, :decode_rows]
-    q, k, v = jnp.split(_flat(by_group), (num_q, num_q + num_kv), axis=1)
-    grouped = q.reshape(-1, num_kv, heads.q_per_kv, head_dim)
-    out = options.decode(grouped, k, v, pool, layer, inputs)
-    return out, (k, v, _slots(inputs.writes, num_kv, pool))
+    pool, back = lax.optimization_barrier((pool, _all_to_all(out, axis=0)))
+    return jnp.moveaxis(back, 0, 1).reshape(rows, -1), _write(pool, layer, writes)
 
 
 def _over_first_rows(decode_out, inputs: DecodeInputs, out: Float[Array, "groups rows width"]):
@@ -252,43 +250,46 @@ def _over_first_rows(decode_out, inputs: DecodeInputs, out: Float[Array, "groups
 
 
 def _decode_path(
-    q, kv, pool, layer, inputs: DecodeInputs, heads: HeadLayout, options: AttentionOptions
+    sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout, options: AttentionOptions
 ):
     """Local attention of the first rows, all heads of the rank."""
-    rows, head_dim = inputs.context_lens.shape[0], q.shape[3]
-    k, v = jnp.split(kv[:rows, :: heads.replicas], 2, axis=2)
-    k = k.reshape(rows, heads.kv_per_rank, head_dim)
-    v = v.reshape(rows, heads.kv_per_rank, head_dim)
-    grouped = q[:rows].reshape(rows, heads.kv_per_rank, heads.q_per_kv_decode, head_dim)
-    out = options.decode(grouped, k, v, pool, layer, inputs)
-    return out.reshape(rows, -1), (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
+    attend: Any = partial(options.kernels.decode, heads=heads)
+    if options.decode_on_stream:
+        space = jax.memory.Space.Device
+        attend = compute_on(attend, compute_type=DECODE_STREAM, out_memory_spaces=space)
+    out = attend(sent, pool, layer, inputs)
+    k, v = _decode_kv(sent, inputs.writes.shape[0], heads)
+    return out, (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
+
+
+def _decode_kv(sent, rows: int, heads: HeadLayout) -> tuple[_Rows, _Rows]:
+    """Keys and values of the first rows, each KV head of the rank once."""
+    kv = jnp.moveaxis(sent[:: heads.replicas, :rows, heads.q_per_device :], 0, 1)
+    k, v = jnp.split(kv, 2, axis=2)
+    shape = rows, heads.kv_per_rank, sent.shape[3]
+    return k.reshape(shape), v.reshape(shape)
 
 
 def _prefill_path(
-    q, kv, pool, layer, inputs: PrefillInputs, heads: HeadLayout, options: AttentionOptions
+    sent, pool, layer, inputs: PrefillInputs, heads: HeadLayout, options: AttentionOptions
 ):
-    """Attention of all groups' chunks for this device's heads, and back to this group's rows."""
-    rows, groups = q.shape[:2]
-    out, written = _attend_prefill(_to_heads(q, kv), pool, layer, inputs, heads, options)
-    back = _all_to_all(out.reshape(groups, rows, -1), split=0, concat=2).reshape(rows, -1)
-    return back, written
+    """Attention of all groups' chunks for this device's heads, and back to this group's rows:
+    `[groups, rows, width]`, for each group what its share of the heads says."""
+    received = _all_to_all(sent, axis=0)
+    out, written = _attend_chunks(received, pool, layer, inputs, heads, options)
+    return _all_to_all(out, axis=0), written
 
 
-def _to_heads(q, kv):
-    """The rows of all groups, one after the other, with this device's heads: q, k and v."""
-    rows, groups, _, head_dim = q.shape
-    sent = jnp.concatenate([q, kv], axis=2)
-    return _all_to_all(sent, split=1, concat=0).reshape(rows * groups, -1, head_dim)
-
-
-def _attend_prefill(
+def _attend_chunks(
     received, pool, layer, inputs: PrefillInputs, heads: HeadLayout, options: AttentionOptions
 ):
-    """Attention of all groups' chunks for this device's heads, on the rows as received."""
+    """Attention of all groups' rows for this device's heads: `[groups, rows, width]`."""
+    groups, rows, _, head_dim = received.shape
+    flat = received.reshape(groups * rows, -1, head_dim)
+    out = options.kernels.prefill(flat, pool, layer, inputs, heads)
     num_q, num_kv = heads.q_per_device, heads.kv_per_device
-    out = options.kernels.prefill(received, pool, layer, inputs, heads)
-    k, v = received[:, num_q : num_q + num_kv], received[:, num_q + num_kv :]
-    return out, (k, v, _slots(inputs.writes, num_kv, pool))
+    k, v = flat[:, num_q : num_q + num_kv], flat[:, num_q + num_kv :]
+    return out.reshape(groups, rows, -1), (k, v, _slots(inputs.writes, num_kv, pool))
 
 
 def _hand_off(chunk_kv, pool, layer, inputs: HandoffInputs, heads: HeadLayout):
@@ -301,16 +302,17 @@ def _hand_off(chunk_kv, pool, layer, inputs: HandoffInputs, heads: HeadLayout):
         row = jnp.maximum(-1 - inputs.sources, 0)
         fresh = jnp.stack([jnp.take(x, row, axis=0, mode="clip") for x in chunk_kv])
         shards = jnp.where((inputs.sources < 0)[None, :, :, None, None], fresh, shards)
-    arrived = _all_to_all(shards, split=1, concat=1)[:, :: heads.replicas]
+    arrived = _all_to_all(shards, axis=1)[:, :: heads.replicas]
     k, v = jnp.moveaxis(arrived, 1, 2).reshape(2, -1, heads.kv_per_rank, head_dim)
     return k, v, _slots(inputs.writes, heads.kv_per_rank, pool)
 
 
-def _merge(decode_out, prefill_out, inputs: DecodeInputs | None, q):
+def _merge(decode_out, back, inputs: DecodeInputs | None, rows: int):
     """Both results on the packed axis: decode rows first."""
-    rows = q.shape[0]
-    if prefill_out is None:
+    if back is None:
         return decode_out
+    # Only now, behind the barrier, so that one kernel turns the rows around and merges them.
+    prefill_out = jnp.moveaxis(back, 0, 1).reshape(rows, -1)
     if decode_out is None or inputs is None:
         return prefill_out
     padded = jnp.pad(decode_out, [(0, rows - decode_out.shape[0]), (0, 0)])
@@ -340,8 +342,8 @@ def _slots(
     return first[..., None] + jnp.arange(num_heads) * (pool.shape[3] // num_heads)
 
 
-def _all_to_all(x, split: int, concat: int):
-    """Over the groups; axis `split` is theirs. A single group keeps what it has."""
+def _all_to_all(x, axis: int):
+    """Over the groups, for which `axis` has a place each. A single group keeps what it has."""
     if lax.axis_size(SP) == 1:
         return x
-    return lax.all_to_all(x, SP, split_axis=split, concat_axis=concat, tiled=True)
+    return lax.all_to_all(x, SP, split_axis=axis, concat_axis=axis, tiled=True)

@@ -7,7 +7,7 @@ shard and run inside `shard_map`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax.numpy as jnp
 from flax import nnx
@@ -23,12 +23,17 @@ TP = "tp"
 
 @dataclass(frozen=True)
 class DecoderDims:
-    """A model on a mesh: what the parameters' shapes follow from. widen_rows: see `linear`."""
+    """A model on a mesh: what the parameters' shapes follow from. widen_rows: see `linear`.
+
+    products: what a layer's matrix products are returned in. float32 is faster on a CPU; on a GPU
+    it would be a kernel more for each conversion, and twice the bytes.
+    """
 
     spec: ModelSpec
     heads: HeadLayout
     dtype: jnp.dtype
     widen_rows: int | None = None
+    products: jnp.dtype = field(default_factory=lambda: jnp.dtype(jnp.float32))
 
     @property
     def device_outputs(self) -> int:
@@ -71,20 +76,18 @@ class Layer(nnx.Module):
         x: Float[Array, "rows hidden"],
         cos: Float[Array, "rows half"],
         sin: Float[Array, "rows half"],
-    ) -> tuple[
-        Float[Array, "rows groups q_heads head_dim"], Float[Array, "rows groups kv2 head_dim"]
-    ]:
-        """Rotated queries, and keys (rotated) then values, of this rank's heads by owning group."""
+    ) -> Float[Array, "rows groups qkv_heads head_dim"]:
+        """Rotated queries, rotated keys and values of this rank's heads, by owning group."""
         spec, heads = self.dims.spec, self.dims.heads
         normed = rms_norm(x, self.input_norm[...], spec.rms_norm_eps)
-        projected = linear(normed, self.wqkv[...], self.dims.widen_rows).astype(x.dtype)
+        projected = self._linear(normed, self.wqkv[...]).astype(x.dtype)
         projected = projected.reshape(x.shape[0], heads.groups, -1, spec.head_dim)
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
-        q, k, v = jnp.split(projected, (num_q, num_q + num_kv), axis=2)
-        if spec.qk_norm:
-            q = rms_norm(q, self.q_norm[...], spec.rms_norm_eps)
-            k = rms_norm(k, self.k_norm[...], spec.rms_norm_eps)
-        return rotate(q, cos, sin), jnp.concatenate([rotate(k, cos, sin), v], axis=2)
+        qk, v = jnp.split(projected, (num_q + num_kv,), axis=2)
+        if spec.qk_norm:  # queries and keys at once: it is one kernel less
+            weights = [self.q_norm[...]] * num_q + [self.k_norm[...]] * num_kv
+            qk = rms_norm(qk, jnp.stack(weights), spec.rms_norm_eps)
+        return jnp.concatenate([rotate(qk, cos, sin), v], axis=2)
 
     def finish(
         self, x: Float[Array, "rows hidden"], attention: Float[Array, "rows q_width"]
@@ -92,15 +95,20 @@ class Layer(nnx.Module):
         """Output projection and feed-forward, each added to the residual."""
         x = x + self._reduced(attention, self.wo[...])
         hidden = rms_norm(x, self.post_norm[...], self.dims.spec.rms_norm_eps)
-        gate_up = linear(hidden, self.w_gate_up[...], self.dims.widen_rows)
+        gate_up = self._linear(hidden, self.w_gate_up[...])
         return x + self._reduced(silu_product(gate_up).astype(x.dtype), self.w_down[...])
 
     def _reduced(
         self, x: Float[Array, "rows inputs"], weight: Float[Array, "hidden inputs"]
     ) -> Float[Array, "rows hidden"]:
         """A product whose inputs are split over the ranks, summed over them."""
-        partial = linear(x, weight, self.dims.widen_rows).astype(x.dtype)
+        partial = self._linear(x, weight).astype(x.dtype)
         return lax.psum(partial, TP) if self.dims.heads.tp > 1 else partial
+
+    def _linear(
+        self, x: Float[Array, "rows inputs"], weight: Float[Array, "outputs inputs"]
+    ) -> Float[Array, "rows outputs"]:
+        return linear(x, weight, self.dims.widen_rows, self.dims.products)
 
 
 class Decoder(nnx.Module):

@@ -14,9 +14,10 @@ from conflux_jax.models.spec import ModelSpec
 
 
 def rms_norm(
-    x: Float[Array, "*rows dim"], weight: Float[Array, " dim"], eps: float
+    x: Float[Array, "*rows dim"], weight: Float[Array, "*last dim"], eps: float
 ) -> Float[Array, "*rows dim"]:
-    """x / rms(x) * weight over the last axis, computed in float32."""
+    """x / rms(x) * weight over the last axis, computed in float32. `weight` may differ along the
+    last of the rows' axes too."""
     x32 = x.astype(jnp.float32)
     scale = lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
@@ -26,8 +27,10 @@ def linear(
     x: Float[Array, "rows inputs"],
     weight: Float[Array, "outputs inputs"],
     widen_rows: int | None = None,
+    dtype: jnp.dtype | None = None,
 ) -> Float[Array, "rows outputs"]:
-    """x @ weight.T in float32. Float32 operands are never rounded lower.
+    """x @ weight.T, summed in float32 and returned in `dtype` (float32 where None). Float32
+    operands are never rounded lower.
 
     Weights are stored as checkpoints have them, outputs first: XLA's CPU backend multiplies that
     faster, and others do not care. widen_rows: from this many rows on, both operands are made
@@ -37,7 +40,9 @@ def linear(
         x, weight = x.astype(jnp.float32), weight.astype(jnp.float32)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((1,), (1,)), ((), ()))  # spelled out: of `weight.T` XLA may make a float32 copy
-    return lax.dot_general(x, weight, dims, precision=precision, preferred_element_type=jnp.float32)
+    return lax.dot_general(
+        x, weight, dims, precision=precision, preferred_element_type=dtype or jnp.float32
+    )
 
 
 def rope_inv_freq(spec: ModelSpec) -> np.ndarray:

@@ -1,5 +1,6 @@
 """The compiled step: what it computes on every mesh, and what it must not copy."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import jax
@@ -11,7 +12,7 @@ from conflux_jax.config import Config, ConfigError
 from conflux_jax.execution.batch import Batch
 from conflux_jax.execution.runner import Runner
 from conflux_jax.execution.step import StepState, lower_step
-from conflux_jax.models.attention import AttentionOptions
+from conflux_jax.models.attention import AttentionOptions, XlaKernels
 from conflux_jax.models.loading import open_source
 from conflux_jax.plan import StepOutput
 from conflux_jax.request import Request, SamplingParams
@@ -143,13 +144,22 @@ def mixed_batch(runner: Runner, config: Config) -> Batch:
     raise AssertionError("no such iteration")
 
 
+@dataclass(frozen=True)
+class KernelsThatStream(XlaKernels):
+    streams: bool = True
+
+
 def test_what_each_mode_asks_of_the_stage():
-    none = AttentionOptions.make("none", "cuda")
+    kernels = KernelsThatStream()
+    none = AttentionOptions.make("none", "cuda", kernels)
     assert none.ordered and not none.decode_on_stream
-    stream = AttentionOptions.make("stream", "cuda")
+    stream = AttentionOptions.make("stream", "cuda", kernels)
     assert stream.decode_on_stream and not stream.ordered
+    assert AttentionOptions.make(None, "cuda", kernels) == stream
+    assert AttentionOptions.make(None, "cuda") == AttentionOptions.make("none", "cuda")
     assert not AttentionOptions.make("stream", "cpu").decode_on_stream
-    assert AttentionOptions.make(None, "cuda") == stream
     assert AttentionOptions.make(None, "cpu") == AttentionOptions.make("none", "cpu")
     with pytest.raises(ConfigError, match="overlap: must be one of none, stream, got 'fused'"):
         Config.from_flat(overlap="fused")
+    with pytest.raises(ConfigError, match="overlap: stream needs attention kernels"):
+        AttentionOptions.make("stream", "cuda")
