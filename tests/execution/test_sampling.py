@@ -1,6 +1,7 @@
 """Sampling against distributions worked out in NumPy, with the vocabulary whole and split."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,12 +28,11 @@ def sample(logits, inputs, ranks=1):
 
 def in_parts(logits, inputs):
     """Parts of ROWS rows, vocabularies padded with -inf, the last one's rows with anything."""
-    *by_row, wants_logprobs = inputs
     for first in range(0, len(logits), ROWS):
         span = np.minimum(np.arange(first, first + ROWS), len(logits) - 1)
         vocab = [(0, 0), (0, VOCAB - logits.shape[1])]
         part = np.pad(np.asarray(logits, np.float32)[span], vocab, constant_values=-np.inf)
-        yield part, SamplingInputs(*(x[span] for x in by_row), wants_logprobs)
+        yield part, jax.tree.map(lambda x, span=span: x[span] if x.ndim else x, inputs)
 
 
 @cache
@@ -49,7 +49,9 @@ def sampler(ranks):
     return jax.jit(jax.shard_map(step, mesh=make_mesh(1, ranks), check_vma=False, **specs))
 
 
-def inputs(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, position=7, lp=False):
+def inputs(
+    rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, position: Any = 7, lp=False
+):
     def full(value, dtype):
         return jnp.full(rows, value, dtype)
 
