@@ -1,10 +1,25 @@
-"""Reading pages of the stacked pool by gather, without ever taking a slice of a layer."""
+"""Reading pages of the stacked pool by gather, without ever taking a slice of a layer.
+
+A pool may have more elements than 32 bits count. Indices are int32 all the same, because they count
+rows, never elements: `max_pages` says how far they reach.
+"""
 
 from __future__ import annotations
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
+
+INDEX_LIMIT = 2**31  # of int32
+
+
+def max_pages(layers: int, page_rows: int, num_heads: int) -> int:
+    """The most pages of a pool `[layers, 2, pages, page_rows, head_dim]` whose rows int32 can name.
+
+    Writes name a row of a layer, and rows of one page past the pool for what is to be dropped.
+    `gather_pages` names a head of a page (`num_heads` of them) among the keys and values of all
+    layers. 32 layers, 8 heads of 16 tokens: 4,194,304 pages, or 8 TiB in bfloat16 at 128 wide."""
+    return min(INDEX_LIMIT // page_rows - 1, INDEX_LIMIT // (layers * 2 * num_heads))
 
 
 def gather_pages(

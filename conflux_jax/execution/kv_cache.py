@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from conflux_jax.config import CacheConfig, ConfigError
 from conflux_jax.models.decoder import DecoderDims
 from conflux_jax.plan import PoolGeometry
+from pallas_kernels.pages import max_pages
 
 POOL_SPEC = PartitionSpec(None, None, "sp", "tp", None)  # pages over groups, page rows over ranks
 CPU_POOL_BYTES = 1 << 30  # all groups together, where the config says nothing
@@ -54,7 +55,7 @@ def plan_geometry(
     """How many pages each group gets. `max_tokens`: the most that all contexts could ever fill.
     spread: decode attention is spread over the groups, so KV stays in prefill layout.
 
-    Raises ConfigError when not a single page fits."""
+    Raises ConfigError when not a single page fits, or more than the step's indices can name."""
     heads, page_tokens = dims.heads, config.page_tokens
     if config.kv_pool_tokens is not None:
         num_pages = config.kv_pool_tokens // page_tokens
@@ -63,6 +64,12 @@ def plan_geometry(
         num_pages = min(budget, -(-max_tokens // page_tokens))
     if num_pages < 1:
         raise ConfigError(f"kv_pool_tokens: the KV pool holds no page of {page_tokens} tokens")
+    limit = max_pages(dims.spec.num_layers, page_tokens * heads.kv_per_rank, heads.kv_per_rank)
+    if num_pages > limit:
+        raise ConfigError(
+            f"kv_pool_tokens: {num_pages * page_tokens} tokens a group are past what 32-bit "
+            f"indices can name in this model's pool: at most {limit * page_tokens}"
+        )
     prefill_page_tokens = heads.prefill_page_tokens(page_tokens)
     shared = spread and heads.groups > 1
     return PoolGeometry(

@@ -1,6 +1,7 @@
 """Sampling against distributions worked out in NumPy, with the vocabulary whole and split."""
 
 from functools import cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,29 +11,30 @@ from jax.sharding import PartitionSpec
 
 from conflux_jax.execution import sampling
 from conflux_jax.execution.runner import make_mesh
-from conflux_jax.execution.sampling import SamplingInputs, VocabShard
+from conflux_jax.execution.sampling import Sampled, SamplingInputs, VocabShard
 
 ROWS, VOCAB = 500, 1008  # what all cases are padded to: one program for each number of ranks
 SPLIT = pytest.mark.parametrize("ranks", [1, 3])
 
 
 def sample(logits, inputs, ranks=1):
-    """The result, which every one of `ranks` devices must have, with logits split over them."""
-    out = [sampler(ranks)(*part) for part in in_parts(logits, inputs)]
+    """The result, which every one of `ranks` devices must have, with logits split over them.
+
+    Fewer columns than VOCAB are spread over it, so that each rank has some; the rest is -inf."""
+    places = np.linspace(0, VOCAB - 1, logits.shape[1]).astype(int)
+    out = []
+    for first in range(0, len(logits), ROWS):
+        span = np.minimum(np.arange(first, first + ROWS), len(logits) - 1)
+        part = np.full((ROWS, VOCAB), -np.inf, np.float32)
+        part[:, places] = np.asarray(logits)[span]
+        settings = jax.tree.map(lambda x, span=span: x[span] if x.ndim else x, inputs)
+        out.append(sampler(ranks)(part, settings))
     whole = jax.tree.map(lambda *parts: np.concatenate(parts, axis=1)[:, : len(logits)], *out)
     for field in whole:
         assert (field == field[0]).all()
-    return jax.tree.map(lambda x: x[0], whole)
-
-
-def in_parts(logits, inputs):
-    """Parts of ROWS rows, vocabularies padded with -inf, the last one's rows with anything."""
-    *by_row, wants_logprobs = inputs
-    for first in range(0, len(logits), ROWS):
-        span = np.minimum(np.arange(first, first + ROWS), len(logits) - 1)
-        vocab = [(0, 0), (0, VOCAB - logits.shape[1])]
-        part = np.pad(np.asarray(logits, np.float32)[span], vocab, constant_values=-np.inf)
-        yield part, SamplingInputs(*(x[span] for x in by_row), wants_logprobs)
+    token_ids, logprobs, top_ids, top_logprobs = (field[0] for field in whole)
+    column = jnp.full(VOCAB, -1).at[places].set(jnp.arange(len(places)))
+    return Sampled(column[token_ids], logprobs, column[top_ids], top_logprobs)
 
 
 @cache
@@ -49,7 +51,9 @@ def sampler(ranks):
     return jax.jit(jax.shard_map(step, mesh=make_mesh(1, ranks), check_vma=False, **specs))
 
 
-def inputs(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, position=7, lp=False):
+def inputs(
+    rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=None, position: Any = 7, lp=False
+):
     def full(value, dtype):
         return jnp.full(rows, value, dtype)
 
@@ -139,11 +143,13 @@ def test_masked_ids_are_never_drawn(ranks):
 
 
 def test_a_split_vocabulary_draws_the_same_tokens():
-    """Weights of 1 and 0, whose sums have no rounding that could differ, and each row with cut-offs
-    of its own: the same seed draws the same token."""
+    """Each row with cut-offs of its own: the same seed draws the same token. No sum has rounding
+    that could differ, because every weight is 0 or, although no two logits are equal, exactly 1."""
     rng = np.random.default_rng(5)
-    rows, vocab = 400, 1000
-    logits = np.where(rng.random((rows, vocab)) < 0.3, 0.0, -np.inf).astype(np.float32)
+    rows = 400
+    logits = -1e-12 * rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1)
+    assert (np.exp(logits.astype(np.float32) / 0.7) == 1).all()
+    logits[rng.random(logits.shape) < 0.7] = -np.inf
     settings = inputs(rows)._replace(
         temperature=jnp.asarray(rng.choice([0.0, 0.7, 1.0, 3.0], rows), jnp.float32),
         top_p=jnp.asarray(rng.choice([0.25, 0.5, 1.0], rows), jnp.float32),
