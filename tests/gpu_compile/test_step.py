@@ -197,9 +197,11 @@ def test_linear_layers_are_cuda_graphs(compiled: Program):
 
 def test_the_host_is_not_waited_for(compiled: Program):
     """No transfer, no callback, and no branch or loop that the host decides: the layers' loop has a
-    known trip count, and the sampler's branches and loops are inside graphs."""
+    known trip count, and the sampler's branches and loops are inside graphs. But over ranks the
+    sampler's two outer branches hold collectives, which no graph may: the host reads their flags,
+    after the layers."""
     assert not re.search(r"S\(5\)|callback| (infeed|outfeed|send|recv)\(", compiled.text)
-    outside = [t.kind for t in compiled.thunks if t.kind in ("kWhile", "kConditional")]
-    assert outside == ["kWhile"]
+    kinds = [t.kind for t in compiled.thunks if t.kind in ("kWhile", "kConditional")]
+    assert kinds == ["kWhile"] + ["kConditional"] * (2 if compiled.dims.heads.tp > 1 else 0)
     in_layers = {thunk.kind for thunk in descendants(layers(compiled.thunks))}
     assert not in_layers & {"kWhile", "kConditional"}
