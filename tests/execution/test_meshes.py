@@ -18,6 +18,8 @@ from tests.execution.collectives import Collective
 from tests.execution.mesh_worker import FILLER, MAX_TOKENS, PROMPT_LENGTHS, Job
 from tests.tiny import write_tiny_llama
 
+pytestmark = pytest.mark.meshes
+
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = [(8, 4), (8, 2), (9, 3)]
 MESHES = [(sp, tp) for tp in (1, 2) for sp in (1, 2, 3, 4, 8) if sp * tp <= 8] + [(2, 4)]

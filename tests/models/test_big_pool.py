@@ -26,6 +26,8 @@ from conflux_jax.models.spec import ModelSpec
 from pallas_kernels.pages import gather_pages, max_pages
 from pallas_kernels.reference import attend
 
+pytestmark = pytest.mark.meshes
+
 LAYERS, HEADS, PAGE_TOKENS, HEAD_DIM = 2, 2, 8, 64
 PAGE_ROWS = HEADS * PAGE_TOKENS
 PAGES = 2**31 // (LAYERS * 2 * PAGE_ROWS * HEAD_DIM) + 8
