@@ -16,6 +16,7 @@ from conflux_jax.execution.kv_cache import plan_geometry
 from conflux_jax.execution.runner import make_mesh
 from conflux_jax.models.attention import (
     AttentionInputs,
+    AttentionOptions,
     DecodeInputs,
     HandoffInputs,
     split_attention,
@@ -48,18 +49,18 @@ SPEC = ModelSpec(
 )
 
 
-def layer_step(pool, q, kv, layer, decode: DecodeInputs, handoff: HandoffInputs):
+def layer_step(pool, qkv, layer, decode: DecodeInputs, handoff: HandoffInputs):
     """The attention stage of one layer on one device: decode rows, and tokens that change their
     place in the pool."""
     inputs, heads = AttentionInputs(decode, None, handoff), HeadLayout.make(SPEC, 1, 1)
     step = jax.shard_map(
-        partial(split_attention, heads=heads),
+        partial(split_attention, heads=heads, options=AttentionOptions()),
         mesh=make_mesh(1, 1),
         in_specs=PartitionSpec(),
         out_specs=PartitionSpec(),
         check_vma=False,
     )
-    return step(q, kv, pool, layer, inputs)
+    return step(qkv, pool, layer, inputs)
 
 
 def row_of(page: int, token: int) -> int:
@@ -84,7 +85,7 @@ def test_the_far_end_of_a_pool_past_2_to_the_31_elements():
 
     pool = jnp.zeros((LAYERS, 2, PAGES, PAGE_ROWS, HEAD_DIM), DTYPE)
     assert pool.size > 2**31
-    args = pool, jnp.asarray(q), jnp.asarray(kv, DTYPE), layer
+    args = pool, jnp.concatenate([q, kv], axis=2), layer
     step = jax.jit(layer_step, donate_argnums=0).lower(*args, fill, stay).compile()
     memory = step.memory_analysis()
     assert memory is not None
