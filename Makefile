@@ -40,6 +40,7 @@ bench: $(VENV)/.serve
 	$(VENV)/bin/python -m bench.throughput $(ARGS)
 	$(VENV)/bin/python -m bench.warmup
 	$(VENV)/bin/python -m bench.overlap_host
+	$(VENV)/bin/python -m bench.long_prefill
 
 test-torch: $(TORCH_VENV)/.torch
 	$(TORCH_VENV)/bin/python -m pytest tests/torch $(ARGS)
