@@ -35,8 +35,8 @@ format: $(VENV)/.dev
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-# Peers go into .venv-peers, made by the benchmark itself.
-bench: $(VENV)/.serve
+# Peers go into .venv-peers, made by the benchmark itself; the long prefill is also compiled for H100s.
+bench: $(VENV)/.serve $(GPU_VENV)/.gpu
 	$(VENV)/bin/python -m bench.throughput $(ARGS)
 	$(VENV)/bin/python -m bench.warmup
 	$(VENV)/bin/python -m bench.overlap_host

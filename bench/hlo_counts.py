@@ -45,13 +45,15 @@ ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,]*)\]")
 
 @dataclass(frozen=True)
 class Instruction:
-    """`name = shape opcode(operands), attributes`; names without their %."""
+    """`name = shape opcode(operands), attributes`; names without their %. literal: what stands in
+    the place of operands where there are none, such as a parameter's number."""
 
     name: str
     shape: str
     opcode: str
     operands: tuple[str, ...]
     attributes: str
+    literal: str = ""
 
     @property
     def base(self) -> str:
@@ -152,7 +154,8 @@ def _instruction(line: str) -> Instruction:
     opcode, rest = rest[: rest.index("(")], rest[rest.index("(") :]
     end = _closing(rest)
     operands = tuple(re.findall(r"%([\w.-]+)", rest[:end]))
-    return Instruction(name.lstrip("%"), shape, opcode, operands, rest[end:])
+    literal = "" if operands else rest[1 : end - 1]
+    return Instruction(name.lstrip("%"), shape, opcode, operands, rest[end:], literal)
 
 
 def _closing(text: str) -> int:
@@ -209,7 +212,7 @@ def work(module: Module, instructions: Sequence[Instruction]) -> Work:
     total = Work()
     for instruction in instructions:
         if instruction.base == "while":
-            loop = _loop(module, instruction)
+            loop = known_loop(module, instruction)
             total += work(module, loop.body).times(loop.trip_count) if loop else Work()
         elif instruction.opcode.endswith("-done"):
             continue
@@ -224,7 +227,7 @@ def work(module: Module, instructions: Sequence[Instruction]) -> Work:
 
 def layer_loop(module: Module) -> Loop:
     """The loop of the entry whose body multiplies the most. Raises ValueError without one."""
-    loops = [_loop(module, i) for i in module.entry if i.base == "while"]
+    loops = [known_loop(module, i) for i in module.entry if i.base == "while"]
     known = [loop for loop in loops if loop is not None]
     if not known:
         raise ValueError("the entry computation has no loop of known trip count")
@@ -241,7 +244,8 @@ def until_done(instructions: Sequence[Instruction], start: Instruction) -> tuple
     raise ValueError(f"{start.name} is never done")
 
 
-def _loop(module: Module, instruction: Instruction) -> Loop | None:
+def known_loop(module: Module, instruction: Instruction) -> Loop | None:
+    """None where the compiler does not know the trip count."""
     body = re.search(r"\bbody=%([\w.-]+)", instruction.attributes)
     count = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
     return Loop(module.computations[body[1]], int(count[1])) if body and count else None

@@ -4,45 +4,34 @@ Every variant is the real scheduler and the real step on the same virtual CPU de
 round after round; the table shows medians and ratios to the scheme. Virtual devices share the
 machine's cores: what these ratios say about overlap and communication on GPUs is little; they show
 what each variant costs in work and in iterations.
+
+What one iteration would cost on H100s is then counted in compiled programs (`bench.h100`), by
+another Python, which needs JAX's CUDA plugin but no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from bench.h100.options import Workload, add_arguments
+from bench.variants import SCHEME, VARIANTS, Variant
 from conflux_jax.platform import ensure_devices
 
 LOAD_PROMPT = 128  # tokens of each decoding request when the long prompt comes
 ROUNDS, QUICK_ROUNDS = 3, 1
 LONG_ID = "long"
-
-
-@dataclass(frozen=True)
-class Variant:
-    """key: its names in the JSON. uniform: one group with all devices as its TP ranks."""
-
-    key: str
-    label: str
-    settings: dict[str, Any]
-    uniform: bool = False
-
-
-SCHEME = Variant("scheme", "the scheme", {})
-VARIANTS = (
-    SCHEME,
-    Variant("no_overlap", "no attention overlap", {"overlap": "none"}),
-    Variant("spread_decode", "decode spread over sp", {"decode_attention": "spread"}),
-    Variant("no_batching", "linear layers by phase", {"linear": "apart"}),
-    Variant("uniform_tp", "uniform TP, chunked", {}, uniform=True),
-)
+ROOT = Path(__file__).resolve().parents[1]
+H100_PYTHON = ROOT / ".venv-gpu" / "bin" / "python"
 
 
 @dataclass(frozen=True)
@@ -64,19 +53,16 @@ class Bench:
         from conflux_jax.models.loading import open_source
 
         self.options = options
-        devices = options.devices
-        mesh = {"sp": 1, "tp": devices} if variant.uniform else {"sp": devices, "tp": 1}
-        settings = {"overlap": "stream", **variant.settings}
+        settings = variant.on(sp=options.devices, tp=1)
         longest = options.prompt_tokens + 64
         self.config = Config.from_flat(
             max_model_len=longest,
             max_num_seqs=options.decodes + 1,
             max_num_batched_tokens=options.batched_tokens,
-            rows_ladder=(-(-options.batched_tokens // mesh["sp"]),),
+            rows_ladder=(-(-options.batched_tokens // settings["sp"]),),
             decode_rows_ladder=(options.decodes + 1,),
             kv_pool_tokens=2 * (longest + options.decodes * (LOAD_PROMPT + longest // 4)),
             dtype=options.dtype,
-            **mesh,
             **settings,
         )
         self.runner = Runner.create(open_source(options.model), self.config)
@@ -168,6 +154,28 @@ def table(flat: dict[str, float], options: argparse.Namespace) -> str:
     return "\n".join(lines)
 
 
+def h100_figures(python: Path | None, workload: Workload) -> dict[str, float]:
+    """Prints what `bench.h100` prints, run by `python`; its figures. None: by that of .venv-gpu,
+    without which there are none.
+
+    Raises RuntimeError with what the process said when it fails."""
+    if python is None and not H100_PYTHON.exists():
+        print("H100 part left out: it needs .venv-gpu, which `make .venv-gpu/.gpu` makes")
+        return {}
+    with tempfile.TemporaryDirectory() as folder:
+        figures, errors = Path(folder) / "figures.json", Path(folder) / "errors"
+        command = [str(python or H100_PYTHON), "-m", "bench.h100", *workload.arguments()]
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+        with errors.open("w") as stderr:  # XLA writes there that it sees no GPU
+            done = subprocess.run(
+                [*command, "--json", str(figures)], cwd=ROOT, env=environment, stderr=stderr
+            )
+        if done.returncode:
+            last = (errors.read_text().strip().splitlines() or [f"exit {done.returncode}"])[-1]
+            raise RuntimeError(f"H100 part, by {command[0]}: {last.removeprefix('error: ')}")
+        return json.loads(figures.read_text())
+
+
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.long_prefill",
@@ -183,17 +191,36 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompt-tokens", type=int, default=1536, metavar="N")
     parser.add_argument("--decodes", type=int, default=8, metavar="N", help="load; default: 8")
     parser.add_argument("--batched-tokens", type=int, default=384, metavar="N")
-    return parser.parse_args(arguments)
+    parser.add_argument("--skip-cpu", action="store_true", help="only the H100 part")
+    add_arguments(parser)
+    parser.add_argument(
+        "--h100-python",
+        type=Path,
+        metavar="PATH",
+        help="a Python with JAX's CUDA plugin; default: .venv-gpu's, where there is one",
+    )
+    options = parser.parse_args(arguments)
+    if options.h100_python and not options.h100_python.exists():
+        parser.error(f"argument --h100-python: {options.h100_python} does not exist")
+    return options
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    ensure_devices(options.devices)
-    flat = summary(measure(options))
-    print(table(flat, options))
+    flat: dict[str, float] = {}
+    if not options.skip_cpu:
+        ensure_devices(options.devices)
+        flat = summary(measure(options))
+        print(table(flat, options), end="\n\n", flush=True)
+    failed = False
+    try:
+        flat |= h100_figures(options.h100_python, Workload.of(options))
+    except (OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        failed = True
     if options.json:
         options.json.write_text(json.dumps(flat, indent=2) + "\n")
-    return 0
+    return int(failed)
 
 
 if __name__ == "__main__":

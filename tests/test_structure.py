@@ -16,6 +16,7 @@ COMMANDS = (
     "conflux_jax.serve",
     "conflux_jax.client",
     "conflux_jax.convert",
+    "bench.h100",
     "bench.long_prefill",
     "bench.overlap_host",
     "bench.throughput",

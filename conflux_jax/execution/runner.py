@@ -75,15 +75,7 @@ class Runner:
         self.geometry, self.ladders, self.max_model_len = geometry, ladders, max_model_len
         self.dims, self.mesh = dims, mesh
         self.num_compilations = 0
-        self.limits = BatchLimits(
-            geometry=geometry,
-            page_rows=PoolShape(dims, geometry).page_rows,
-            max_slots=config.scheduler.max_num_seqs,
-            max_model_len=max_model_len,
-            max_segments=config.scheduler.max_prefill_segments,
-            handoff_pages=config.scheduler.handoff_pages,
-            apart=ladders.apart,
-        )
+        self.limits = plan_limits(dims, geometry, config, max_model_len)
         self._batches = BatchBuilder(self.limits)
         self._params, self._vocab_limit = params, vocab_limit
         self.attention = AttentionOptions.make(
@@ -187,6 +179,21 @@ def plan_dims(spec: ModelSpec, mesh: Mesh, dtype: jnp.dtype) -> DecoderDims:
         return DecoderDims(spec, heads, dtype, products=dtype)
     widens = dtype == jnp.bfloat16 and not cpu_multiplies_bfloat16()
     return DecoderDims(spec, heads, dtype, CPU_WIDEN_ROWS if widens else None)
+
+
+def plan_limits(
+    dims: DecoderDims, geometry: PoolGeometry, config: Config, max_model_len: int
+) -> BatchLimits:
+    """The static sizes of every step under a config."""
+    return BatchLimits(
+        geometry=geometry,
+        page_rows=PoolShape(dims, geometry).page_rows,
+        max_slots=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        max_segments=config.scheduler.max_prefill_segments,
+        handoff_pages=config.scheduler.handoff_pages,
+        apart=config.execution.linear == "apart",
+    )
 
 
 def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:

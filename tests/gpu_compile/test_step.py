@@ -9,9 +9,9 @@ import re
 
 import pytest
 
+from bench.h100.thunks import COLLECTIVES, descendants, launched, layers
 from bench.hlo_counts import Instruction, arrays, launches, until_done, work
 from tests.gpu_compile.programs import MODELS, Program, program
-from tests.gpu_compile.thunks import COLLECTIVES, descendants, launched, layers
 
 MAX_LAUNCHES = 24  # of a layer; the two sums of a tensor-parallel group come on top
 BF16 = 2
