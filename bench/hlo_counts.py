@@ -46,7 +46,8 @@ ARRAY = re.compile(r"\b(pred|token|[a-z]+\d+\w*)\[([\d,]*)\]")
 @dataclass(frozen=True)
 class Instruction:
     """`name = shape opcode(operands), attributes`; names without their %. literal: what stands in
-    the place of operands where there are none, such as a parameter's number."""
+    the place of operands where there are none, such as a parameter's number. is_root: whether it is
+    the computation's result."""
 
     name: str
     shape: str
@@ -54,6 +55,7 @@ class Instruction:
     operands: tuple[str, ...]
     attributes: str
     literal: str = ""
+    is_root: bool = False
 
     @property
     def base(self) -> str:
@@ -155,7 +157,8 @@ def _instruction(line: str) -> Instruction:
     end = _closing(rest)
     operands = tuple(re.findall(r"%([\w.-]+)", rest[:end]))
     literal = "" if operands else rest[1 : end - 1]
-    return Instruction(name.lstrip("%"), shape, opcode, operands, rest[end:], literal)
+    is_root = line.strip().startswith("ROOT ")
+    return Instruction(name.lstrip("%"), shape, opcode, operands, rest[end:], literal, is_root)
 
 
 def _closing(text: str) -> int:

@@ -1,9 +1,9 @@
 """How many bytes of weights the matrix products of a compiled step read.
 
-A product's operand is a weight where it is an argument of the program, or a slice of one: what has
-been computed by then is an activation. Names are followed through views, tuples, fusions, calls
-and loops, so a layer's slice of a stack counts as what it is, once for each layer; a product that
-is done twice reads its weight twice. As in `hlo_counts`, branches are left out.
+A product's operand is a weight where it is an argument of the program, or a slice or copy of one:
+what has been computed by then is an activation. Names are followed through views, tuples, fusions,
+calls and loops, so a layer's slice of a stack counts as what it is, once for each layer; a product
+that is done twice reads its weight twice. As in `hlo_counts`, branches are left out.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ from collections.abc import Sequence
 
 from bench.hlo_counts import Instruction, Module, known_loop
 
-# For each name: whether it holds an argument of the program; of a tuple, for each element.
+# Of a name: whether it is an argument of the program; of a tuple: of each element.
 Held = bool | tuple["Held", ...]
 
-VIEWS = ("bitcast", "dynamic-slice", "slice", "opt-barrier")
+SAME_VALUES = ("bitcast", "copy", "dynamic-slice", "opt-barrier", "reshape", "slice", "transpose")
 
 
 def weight_bytes(module: Module) -> int:
     """Of one iteration on one device."""
-    return _read(module, module.entry, None)
+    return _follow(module, module.entry, None)[0]
 
 
-def _read(
+def _follow(
     module: Module, instructions: Sequence[Instruction], arguments: Sequence[Held] | None
-) -> int:
-    """arguments: what each parameter of the computation holds; None where it is the program."""
+) -> tuple[int, Held]:
+    """Weight bytes that a computation's products read, and what its result holds. arguments: what
+    each of its parameters holds; None where it is the program itself."""
     held: dict[str, Held] = {}
     by_name = {instruction.name: instruction for instruction in instructions}
-    total = 0
+    total, result = 0, False
     for instruction in instructions:
         operands = [held[name] for name in instruction.operands]
-        held[instruction.name] = _holds(instruction, operands, arguments)
-        if instruction.base == "while":
-            loop = known_loop(module, instruction)
-            total += _read(module, loop.body, operands) * loop.trip_count if loop else 0
+        read, holds = 0, _holds(instruction, operands, arguments)
+        loop = known_loop(module, instruction) if instruction.base == "while" else None
+        if loop is not None:
+            carried = _carried(loop.body, operands[0])
+            read = _follow(module, loop.body, [carried])[0] * loop.trip_count
         elif instruction.base in ("fusion", "call") and not instruction.opcode.endswith("-done"):
-            total += _read(module, module.called(instruction), operands)
-        elif is_product(instruction):
+            read, holds = _follow(module, module.called(instruction), operands)
+        elif _is_product(instruction):
             weights = [name for name in instruction.operands[:2] if held[name] is True]
-            total += sum(by_name[name].bytes for name in weights)
-    return total
+            read = sum(by_name[name].bytes for name in weights)
+        total, held[instruction.name] = total + read, holds
+        result = holds if instruction.is_root else result
+    return total, result
 
 
-def is_product(instruction: Instruction) -> bool:
+def _is_product(instruction: Instruction) -> bool:
     is_cublas = instruction.opcode == "custom-call" and "__cublas" in instruction.attributes
     return instruction.opcode == "dot" or is_cublas
 
@@ -55,11 +59,30 @@ def _holds(
 ) -> Held:
     if instruction.opcode == "parameter":
         return True if arguments is None else arguments[int(instruction.literal)]
-    if instruction.opcode in VIEWS:
+    if instruction.opcode in SAME_VALUES:
         return operands[0]
     if instruction.opcode == "tuple":
         return tuple(operands)
-    if instruction.opcode == "get-tuple-element" and isinstance(operands[0], tuple):
-        index = re.search(r"index=(\d+)", instruction.attributes)
-        return operands[0][int(index[1])] if index else False
+    index = _index(instruction)
+    if instruction.opcode == "get-tuple-element" and index is not None:
+        return operands[0][index] if isinstance(operands[0], tuple) else False
     return False
+
+
+def _carried(body: Sequence[Instruction], start: Held) -> Held:
+    """Of what a loop starts with, that which every turn hands on as it was."""
+    if not isinstance(start, tuple):
+        return False
+    (carry,) = (i.name for i in body if i.opcode == "parameter")
+    (result,) = (i.operands for i in body if i.is_root)
+    element = {i.name: _index(i) for i in body if i.operands == (carry,)}
+    return tuple(
+        element.get(name) == at and held
+        for at, (held, name) in enumerate(zip(start, result, strict=True))
+    )
+
+
+def _index(instruction: Instruction) -> int | None:
+    """Of the element that a get-tuple-element takes."""
+    found = re.search(r"\bindex=(\d+)", instruction.attributes)
+    return int(found[1]) if found else None

@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 
 from bench.hlo_counts import _group_size, array_bytes, layer_loop, parse, until_done, work
+from bench.hlo_weights import weight_bytes
 
 # Two layers of: norm, product of 8 x 64 by 64 x 32 in a fusion, decode attention beside an
 # all-to-all of 8 x 32 over two groups, another product by cuBLAS, a sum over two ranks.
@@ -97,6 +98,17 @@ def test_an_iteration_is_its_layers_and_what_is_around_them():
     assert len(iteration.collectives) == 4
 
 
+def test_weights_that_products_read():
+    """Of each of the two layers: in the fusion its 32 x 64 of the stack, by cuBLAS the whole stack
+    of 2 x 32 x 64, as this schedule has it; two bytes each. What was computed before is none, nor
+    is the sum that the loop carries on."""
+    assert weight_bytes(parse(SCHEDULE)) == 2 * (32 * 64 * 2 + 2 * 32 * 64 * 2)
+    from_carry = SCHEDULE.replace("custom-call(%done, %w)", "custom-call(%x, %w)")
+    assert weight_bytes(parse(from_carry)) == weight_bytes(parse(SCHEDULE))
+    from_program = SCHEDULE.replace("custom-call(%done, %w)", "custom-call(%done, %q)")
+    assert weight_bytes(parse(from_program)) == 2 * (32 * 64 * 2)
+
+
 def test_what_runs_beside_an_asynchronous_call():
     body = layer_loop(parse(SCHEDULE)).body
     (start,) = (i for i in body if i.opcode == "call-start")
@@ -118,6 +130,7 @@ def test_a_program_of_this_compiler():
     assert layer_loop(module).trip_count == 3
     assert work(module, layer_loop(module).body).flops == 2 * 16 * 48 * 48
     assert work(module, module.entry).flops == 3 * 2 * 16 * 48 * 48
+    assert weight_bytes(module) == 3 * 48 * 48 * 4
 
 
 def test_shapes_and_groups():
