@@ -63,3 +63,14 @@ def layers(roots: Sequence[Thunk]) -> list[Thunk]:
 
 def launched(thunks: Sequence[Thunk]) -> list[Thunk]:
     return [thunk for thunk in descendants(thunks) if thunk.kind not in GROUPS]
+
+
+def always(thunks: Sequence[Thunk]) -> list[Thunk]:
+    """Those that every run launches once: branches and loops left out."""
+    found: list[Thunk] = []
+    for thunk in thunks:
+        if thunk.kind in GROUPS:
+            found += always(thunk.children)
+        elif thunk.kind not in ("kWhile", "kConditional"):
+            found.append(thunk)
+    return found
