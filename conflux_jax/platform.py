@@ -16,7 +16,7 @@ CPU_COLLECTIVE_FLAGS = {
 # What becomes CUDA graphs: all of a step but the attention kernels and the collectives. A layer's
 # linear part is then a few graph launches, and no branch of the sampler waits for the host.
 # Matrix products can only be captured by CUDA 12.9 or newer.
-GPU_GRAPH_FLAGS = {
+GPU_GRAPH_FLAGS: dict[str, str | int] = {
     # Kernels, matrix products, those that read a layer's weights in place, branches and loops.
     # Not CUSTOM_CALL, which is attention; not COLLECTIVES, which hang when captured.
     "xla_gpu_enable_command_buffer": (
@@ -24,6 +24,9 @@ GPU_GRAPH_FLAGS = {
     ),
     # Runs of two launches and more; XLA's default would leave a layer's as they are.
     "xla_gpu_graph_min_graph_size": 2,
+    # Sorts as XLA's own kernels: a library's are custom calls, and a branch with one would be left
+    # to the host.
+    "xla_gpu_enable_cub_radix_sort": False,
     # A norm's weights are copied in the stream of the kernels: on one of its own, it ends a graph.
     "xla_disable_hlo_passes": "dynamic-slice-copy-fusion-async-wrapper",
 }

@@ -1,28 +1,31 @@
 """Choosing tokens on the device: greedy, temperature, top-k, top-p, min-p, log-probabilities.
 
-A request's draw depends on its seed and the token's position only. One uniform number picks from
-the cumulative distribution, and the cut-offs are found by bisection over the bits of the logits:
-no sort over the vocabulary, whose cost would be paid by every row of the batch.
-
 The vocabulary may be split over the ranks of a tensor-parallel group. Logits never leave their
-rank: ranks agree on a few numbers a row (`VocabShard`), and all of them choose the same token. On
-one rank there is nothing to agree on, and no collective.
+rank: ranks tell each other a few numbers a row (`VocabShard.gather`), and all of them choose the
+same token. They do so five times a step, whatever is asked for, and outside all branches: what is
+in a branch is one rank's own work, so that a GPU takes or skips it without asking the host.
+
+On one rank there is nothing to tell. There the cut-offs are found by bisection over the bits of
+the logits: no sort over the vocabulary, whose cost would be paid by every row of the batch. Over
+ranks each round of it would be an exchange; see `cut_search`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.random import threefry2x32_p
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
+from conflux_jax.execution import cut_search
+from conflux_jax.execution.draw import locate, passed, total, uniform, weigh
 from conflux_jax.request import MAX_LOGPROBS
-
-CDF_BLOCK = 256  # vocabulary entries summed at once when a draw is located
 
 
 class SamplingInputs(NamedTuple):
@@ -48,14 +51,27 @@ class Sampled(NamedTuple):
     top_logprobs: Float[Array, "samples top"]
 
 
+class Peak(NamedTuple):
+    """The largest logit, and the first id that has it."""
+
+    value: Float[Array, "*ranks samples"]
+    token_ids: Int[Array, "*ranks samples"]
+
+
+class Likeliest(NamedTuple):
+    """What log-probabilities follow from: of entries, the sum of exp(logit - best), and the largest
+    logits with their ids."""
+
+    total: Float[Array, "*ranks samples"]
+    logits: Float[Array, "*ranks samples top"]
+    ids: Int[Array, "*ranks samples top"]
+
+
 @dataclass(frozen=True)
 class VocabShard:
-    """The part of the vocabulary whose logits this rank has, and what the ranks find together.
+    """The part of the vocabulary whose logits this rank has.
 
     size: entries of each rank; rank r has those from r * size on. axis: the ranks' mesh axis.
-    Reductions are over the ranks, of whatever each has reduced over its own entries, and every
-    rank gets the same result. They run inside `lax.cond` and loops too: the ranks of a group hold
-    the same `SamplingInputs`, so that all of them take the same way.
     """
 
     size: int
@@ -76,145 +92,198 @@ class VocabShard:
         """The id of each entry of this rank."""
         return self.offset + jnp.arange(self.size, dtype=jnp.int32)
 
-    def max(self, x: Array) -> Array:
-        return lax.pmax(x, self.axis) if self.ranks > 1 else x
+    def gather(self, tree: Any) -> Any:
+        """What each rank has, by one exchange: 32-bit arrays `[samples, ...]` become
+        `[ranks, samples, ...]`, the same on every rank. For a few columns, never for logits; and
+        outside all branches."""
+        if self.ranks == 1:
+            return jax.tree.map(lambda x: x[None], tree)
+        arrays, structure = jax.tree.flatten(tree)
+        rows = [_as_int32(x).reshape(x.shape[0], -1) for x in arrays]
+        ends = list(accumulate(row.shape[1] for row in rows))
+        got = lax.all_gather(jnp.concatenate(rows, axis=1), self.axis)
+        parts = zip(arrays, jnp.split(got, ends[:-1], axis=2), strict=True)
+        return structure.unflatten(
+            lax.bitcast_convert_type(part.reshape(self.ranks, *x.shape), x.dtype)
+            for x, part in parts
+        )
 
-    def min(self, x: Array) -> Array:
-        return lax.pmin(x, self.axis) if self.ranks > 1 else x
 
-    def sum(self, x: Array) -> Array:
-        return lax.psum(x, self.axis) if self.ranks > 1 else x
-
-    def join(self, x: Shaped[Array, "samples n"]) -> Shaped[Array, "samples all"]:
-        """What each rank has of a row, side by side. For a few columns, never for logits."""
-        return lax.all_gather(x, self.axis, axis=1, tiled=True) if self.ranks > 1 else x
+def _as_int32(x: Shaped[Array, "*shape"]) -> Int[Array, "*shape"]:
+    return lax.bitcast_convert_type(x, jnp.int32)
 
 
 def sample(
     logits: Float[Array, "samples shard"], inputs: SamplingInputs, vocab: VocabShard
 ) -> Sampled:
     """One token a row. The costly parts run only when some row needs them."""
-    greedy = _argmax(vocab, logits)
-    random = jnp.any(inputs.temperature > 0)
-    drawn = lax.cond(random, partial(_draw, vocab), lambda *_: greedy, logits, inputs)
-    token_ids = jnp.where(inputs.temperature > 0, drawn, greedy)
-    report, zeros = partial(_logprobs, vocab), partial(_no_logprobs, vocab)
-    return Sampled(token_ids, *lax.cond(inputs.wants_logprobs, report, zeros, logits, token_ids))
+    return (_sample_whole if vocab.ranks == 1 else _sample_split)(logits, inputs, vocab)
 
 
-def _argmax(vocab: VocabShard, logits: Float[Array, "samples shard"]) -> Int[Array, " samples"]:
-    """The first of the largest. Two plain reductions, which vectorise where argmax does not."""
-    best = vocab.max(logits.max(axis=1, keepdims=True))
-    ids = jnp.where(logits == best, vocab.ids, vocab.total - 1)
-    return vocab.min(ids.min(axis=1))
+def _sample_whole(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
+    """With all logits here."""
+    best = _peak(vocab, logits)
+    random, cut = _flags(inputs)
+    draw = partial(_draw, logits, best.value, inputs, cut)
+    token_ids = lax.cond(random, draw, lambda: best.token_ids)
+    token_ids = jnp.where(inputs.temperature > 0, token_ids, best.token_ids)
+
+    def report():
+        own = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
+        likeliest = vocab.gather(_likeliest(vocab, logits, best.value))
+        normaliser, *alternatives = _alternatives(vocab, best.value, likeliest)
+        return own - normaliser, *alternatives
+
+    return Sampled(token_ids, *_when(inputs.wants_logprobs, report))
 
 
-def _draw(vocab: VocabShard, logits, inputs: SamplingInputs) -> Int[Array, " samples"]:
+def _when(flag: Bool[Array, ""], function: Callable[..., Any], *args: Any) -> Any:
+    """What the function says if the flag is set, else zeros."""
+    shapes = jax.eval_shape(function, *args)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    return lax.cond(flag, function, lambda *_: zeros, *args)
+
+
+def _flags(inputs: SamplingInputs) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
+    """Whether any row is drawn, and whether any of those is cut."""
+    drawn = inputs.temperature > 0
+    return jnp.any(drawn), jnp.any(drawn & ((inputs.top_k > 0) | (inputs.top_p < 1.0)))
+
+
+def _peak(vocab: VocabShard, logits: Float[Array, "samples shard"]) -> Peak:
+    """This rank's. Two plain reductions, which vectorise where argmax does not."""
+    best = logits.max(axis=1)
+    ids = jnp.where(logits == best[:, None], vocab.ids, vocab.total - 1)
+    return Peak(best, ids.min(axis=1))
+
+
+def _draw(logits, best, inputs: SamplingInputs, cut: Bool[Array, ""]) -> Int[Array, " samples"]:
     """A draw from the tempered distribution, cut by min-p, then top-k, then top-p as in vLLM."""
-    temperature = jnp.where(inputs.temperature > 0, inputs.temperature, 1.0)[:, None]
-    scaled = logits / temperature
-    scaled = scaled - vocab.max(scaled.max(axis=1, keepdims=True))
-    # p >= min_p * p_max, in logs; min_p 0 keeps everything.
-    kept = scaled >= jnp.log(inputs.min_p)[:, None]
-    cut = jnp.any((inputs.top_k > 0) | (inputs.top_p < 1.0))
+    weights = weigh(logits, best, inputs.temperature, inputs.min_p)
     limits = inputs.top_k, inputs.top_p
-    kept = lax.cond(cut, partial(_cut, vocab), lambda _, kept, *__: kept, scaled, kept, *limits)
-    weights = jnp.where(kept, jnp.exp(scaled), 0.0)
-    return _locate(vocab, weights, _uniform(inputs.seed, inputs.position))
+    weights = lax.cond(cut, _cut, lambda _, weights, *__: weights, logits, weights, *limits)
+    return locate(weights, uniform(inputs.seed, inputs.position) * total(weights))
 
 
-def _cut(vocab: VocabShard, scaled, kept, top_k, top_p) -> Bool[Array, "samples shard"]:
-    """Keeps the `top_k` largest (and their ties), then the smallest set of largest ones whose
-    probability reaches `top_p`."""
-    keys = jnp.where(kept, _ordered(scaled), 0)
-    wanted = jnp.where(top_k > 0, top_k, vocab.total)
-    keys = jnp.where(keys >= _threshold(vocab, keys, jnp.ones_like(scaled), wanted), keys, 0)
-    mass = jnp.where(keys > 0, jnp.exp(scaled), 0.0)
+def _cut(logits, weights, top_k, top_p) -> Float[Array, "samples shard"]:
+    """The weights of the `top_k` largest (and their ties), then of the smallest set of largest ones
+    whose probability reaches `top_p`; 0 for all others."""
+    keys = cut_search.key(logits)
+    wanted = jnp.where(top_k > 0, top_k, keys.shape[1])
+    weights = jnp.where(keys >= _threshold(keys, jnp.ones_like(weights), wanted), weights, 0.0)
     # Rounding must not push the goal past what the whole set sums to.
-    goal = jnp.where(top_p < 1.0, top_p, 2.0) * vocab.sum(mass.sum(axis=1))
-    return (keys > 0) & (keys >= _threshold(vocab, keys, mass, goal))
+    goal = jnp.where(top_p < 1.0, top_p, 2.0) * weights.sum(axis=1)
+    return jnp.where(keys >= _threshold(keys, weights, goal), weights, 0.0)
 
 
-def _ordered(x: Float[Array, "samples shard"]) -> UInt32[Array, "samples shard"]:
-    """Unsigned integers in the order of the floats, all above 0."""
-    bits = lax.bitcast_convert_type(x, jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
-
-
-def _threshold(vocab: VocabShard, keys, weight, goal) -> UInt32[Array, "samples 1"]:
+def _threshold(keys, weight, goal) -> UInt32[Array, "samples 1"]:
     """The largest key t for which the weight of keys >= t reaches the goal; 0 if none does."""
 
     def body(i, low):
         probe = low | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
-        found = vocab.sum(jnp.where(keys >= probe[:, None], weight, 0.0).sum(axis=1))
+        found = jnp.where(keys >= probe[:, None], weight, 0.0).sum(axis=1)
         return jnp.where(found >= goal, probe, low)
 
     low = lax.fori_loop(0, 32, body, jnp.zeros(keys.shape[0], jnp.uint32))
     return low[:, None]
 
 
-def _uniform(seed: UInt32[Array, "samples 2"], position) -> Float[Array, " samples"]:
-    """One number in [0, 1) a row, from its seed and position alone: one threefry block, whose
-    first 24 bits fill a float."""
-    counter = position.astype(jnp.uint32)
-    bits, _ = threefry2x32_p.bind(seed[:, 0], seed[:, 1], counter, jnp.zeros_like(counter))
-    return (bits >> 8).astype(jnp.float32) * 2.0**-24
+def _sample_split(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
+    """With a part of the logits here. Branches and exchanges take turns: an exchange has what the
+    branches before it made, which is zeros where they were not taken."""
+    random, cut = _flags(inputs)
+    blocks = _when(cut, cut_search.sorted_blocks, logits)
+    peaks, heads = vocab.gather((_peak(vocab, logits), blocks[:, :, 0]))
+    best = peaks.value.max(axis=0)
+    first = jnp.where(peaks.value == best, peaks.token_ids, vocab.total - 1).min(axis=0)
+
+    def weights(x):
+        return weigh(x, best, inputs.temperature, inputs.min_p)
+
+    pivots = cut_search.side_by_side(heads)
+    reached = _when(cut, lambda: cut_search.look_up(blocks, pivots, weights))
+    whole = _when(random, lambda: total(weights(logits)))
+    likeliest = _when(inputs.wants_logprobs, lambda: _likeliest(vocab, logits, best))
+    (counts, masses), whole, likeliest = vocab.gather((reached, whole, likeliest))
+    alternatives = partial(_alternatives, vocab, best, likeliest)
+    normaliser, top_ids, top_logprobs = _when(inputs.wants_logprobs, alternatives)
+    table = cut_search.Table(pivots, counts, masses, whole)
+
+    found = _find_cut(vocab, cut, table, blocks, weights, inputs)
+
+    def draw():
+        keys = cut_search.key(logits)
+        kept = jnp.where(keys >= found.threshold[:, None], weights(logits), 0.0)
+        target = uniform(inputs.seed, inputs.position) * found.masses.sum(axis=0)
+        rank, target = passed(found.masses.T, target)
+        # Ranks that are not it search in vain; their result is not looked at.
+        index = locate(kept, target)
+        logit = jnp.take_along_axis(logits, index[:, None], axis=1, mode="clip")[:, 0]
+        return rank, vocab.offset + index, logit
+
+    rank, *drawn = _when(random, draw)
+    drawn = vocab.gather(drawn)
+    drawn_ids, drawn_logits = (
+        jnp.take_along_axis(x, rank[None], axis=0, mode="clip")[0] for x in drawn
+    )
+    token_ids = jnp.where(inputs.temperature > 0, drawn_ids, first)
+    own = jnp.where(inputs.temperature > 0, drawn_logits, best)
+    logprobs = jnp.where(inputs.wants_logprobs, own - normaliser, 0.0)
+    return Sampled(token_ids, logprobs, top_ids, top_logprobs)
 
 
-def _locate(vocab: VocabShard, weights, uniform) -> Int[Array, " samples"]:
-    """The id at which the running sum passes uniform * total: first the rank, then the block, then
-    inside it. Ranks that are not it search in vain; their result is not looked at."""
-    rows = weights.shape[0]
-    padded = jnp.pad(weights, [(0, 0), (0, -vocab.size % CDF_BLOCK)])
-    blocks = padded.reshape(rows, -1, CDF_BLOCK)
-    block_mass = blocks.sum(axis=2)
-    rank_mass = vocab.join(block_mass.sum(axis=1, keepdims=True))
-    target = uniform * rank_mass.sum(axis=1)
-    rank, target = _pass(rank_mass, target)
-    block, target = _pass(block_mass, target)
-    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
-    index, _ = _pass(inside, target)
-    ids = vocab.offset + block * CDF_BLOCK + index
-    return vocab.min(jnp.where(vocab.offset == rank * vocab.size, ids, vocab.total - 1))
+def _find_cut(
+    vocab: VocabShard,
+    cut: Bool[Array, ""],
+    table: cut_search.Table,
+    blocks: UInt32[Array, "samples blocks block"],
+    weights: Callable[[Array], Array],
+    inputs: SamplingInputs,
+) -> cut_search.Cut:
+    """By top-k, then by top-p of what that leaves; nothing is cut off where the flag is not set."""
+
+    def search(goal, by_mass: bool):
+        gap = cut_search.gap(table, goal, by_mass)
+        return goal, gap, cut_search.block_in(blocks[:, :, 0], gap)
+
+    def exchange(block):
+        own = jnp.take_along_axis(blocks, block[:, None, None], axis=1, mode="clip")[:, 0]
+        return vocab.gather(own)
+
+    wanted = jnp.where(inputs.top_k > 0, inputs.top_k, jnp.inf)
+    goal, gap, block = _when(cut, lambda: search(wanted, by_mass=False))
+    entries = exchange(block)
+
+    def search_again():
+        largest = cut_search.settle(table, goal, False, gap, entries, weights)
+        share = jnp.where(inputs.top_p < 1.0, inputs.top_p * largest.masses.sum(axis=0), jnp.inf)
+        return largest, search(share, by_mass=True)
+
+    largest, (share, last_gap, block) = _when(cut, search_again)
+    last_entries = exchange(block)
+
+    def deepest():
+        likely = cut_search.settle(table, share, True, last_gap, last_entries, weights)
+        # Rounding must not bring back what top-k has cut off.
+        higher = likely.threshold > largest.threshold
+        return jax.tree.map(lambda x, y: jnp.where(higher, x, y), likely, largest)
+
+    everything = cut_search.Cut(jnp.zeros_like(gap.low), table.whole)
+    return lax.cond(cut, deepest, lambda: everything)
 
 
-def _pass(
-    mass: Float[Array, "samples n"], target: Float[Array, " samples"]
-) -> tuple[Int[Array, " samples"], Float[Array, " samples"]]:
-    """The first index at which the running sum passes the target, and how far the target is past
-    the sum before it. An entry of mass 0 is never chosen, whatever rounding does to the sums."""
-    ends = _running_sum(mass)
-    index, count = jnp.arange(mass.shape[1], dtype=jnp.int32), mass.shape[1]
-    first = jnp.where((ends > target[:, None]) & (mass > 0), index, count).min(axis=1)
-    last = jnp.where(mass > 0, index, 0).max(axis=1)
-    chosen = jnp.where(first < count, first, last)
-    before = jnp.take_along_axis(ends, jnp.maximum(chosen - 1, 0)[:, None], axis=1)[:, 0]
-    return chosen, target - jnp.where(chosen > 0, before, 0.0)
-
-
-def _running_sum(x: Float[Array, "rows n"]) -> Float[Array, "rows n"]:
-    """cumsum as a product with a triangle: short rows, and far quicker to compile."""
-    triangle = jnp.triu(jnp.ones((x.shape[1], x.shape[1]), x.dtype))
-    return jnp.dot(x, triangle, precision=lax.Precision.HIGHEST)
-
-
-def _logprobs(vocab: VocabShard, logits, token_ids):
-    best = vocab.max(logits.max(axis=1, keepdims=True))
-    normaliser = best + jnp.log(vocab.sum(jnp.exp(logits - best).sum(axis=1, keepdims=True)))
-    local = token_ids - vocab.offset
-    own = jnp.take_along_axis(logits, local[:, None], axis=1, mode="clip")[:, 0]
-    chosen = vocab.sum(jnp.where((local >= 0) & (local < vocab.size), own, 0.0))
-    # Of equals the lower id comes first: so does each rank's own list, and so do the ranks.
+def _likeliest(vocab: VocabShard, logits, best: Float[Array, " samples"]) -> Likeliest:
+    """This rank's."""
+    mass = jnp.exp(logits - best[:, None]).sum(axis=1)
     top, ids = lax.top_k(logits, min(MAX_LOGPROBS, vocab.size))
-    candidates, ids = vocab.join(top), vocab.join(vocab.offset + ids.astype(jnp.int32))
-    top, at = lax.top_k(candidates, _num_alternatives(vocab))
-    return chosen - normaliser[:, 0], jnp.take_along_axis(ids, at, axis=1), top - normaliser
+    return Likeliest(mass, top, vocab.offset + ids.astype(jnp.int32))
 
 
-def _no_logprobs(vocab: VocabShard, logits, token_ids):
-    shape = (logits.shape[0], _num_alternatives(vocab))
-    return jnp.zeros(shape[0]), jnp.zeros(shape, jnp.int32), jnp.zeros(shape)
-
-
-def _num_alternatives(vocab: VocabShard) -> int:
-    return min(MAX_LOGPROBS, vocab.total)
+def _alternatives(vocab: VocabShard, best: Float[Array, " samples"], likeliest: Likeliest):
+    """What a logit is above its log-probability, and the likeliest of all ranks' lists."""
+    normaliser = best + jnp.log(likeliest.total.sum(axis=0))
+    # Of equals the lower id comes first: so does each rank's own list, and so do the ranks.
+    candidates, ids = (cut_search.side_by_side(x) for x in (likeliest.logits, likeliest.ids))
+    top, at = lax.top_k(candidates, min(MAX_LOGPROBS, vocab.total))
+    ids = jnp.take_along_axis(ids, at, axis=1)
+    return normaliser, ids, top - normaliser[:, None]

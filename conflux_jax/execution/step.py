@@ -152,6 +152,9 @@ def forward(
         qkv = _by_phase(layer.qkv, cut, x, cos, sin)
         attention, pool = attend(qkv, pool, index, inputs, dims.heads, options)
         x = _by_phase(layer.finish, cut, x, attention)
+        # XLA then counts on when all readers of the index are done: in place. Beside the last sum
+        # over ranks it would count before some of them, and copy the index for these.
+        x, pool = lax.optimization_barrier((x, pool))
         return index + 1, x, pool
 
     # Not `lax.scan`: its own counter cannot be read, and a second one costs launches per layer.

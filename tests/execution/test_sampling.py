@@ -142,18 +142,20 @@ def test_masked_ids_are_never_drawn(ranks):
         assert (got[masked] == 0).all()
 
 
-def test_a_split_vocabulary_draws_the_same_tokens():
-    """Each row with cut-offs of its own: the same seed draws the same token. No sum has rounding
-    that could differ, because every weight is 0 or, although no two logits are equal, exactly 1."""
+@pytest.mark.parametrize("distinct", [VOCAB, 20], ids=["all differ", "many are equal"])
+def test_a_split_vocabulary_draws_the_same_tokens(distinct):
+    """Each row with cut-offs of its own, top-k at every place: the same seed draws the same token.
+    No sum has rounding that could differ, because every weight is 0 or exactly 1."""
     rng = np.random.default_rng(5)
     rows = 400
-    logits = -1e-12 * rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1)
+    ranking = rng.permuted(np.tile(np.arange(VOCAB), (rows, 1)), axis=1) % distinct
+    logits = -1e-12 * ranking
     assert (np.exp(logits.astype(np.float32) / 0.7) == 1).all()
     logits[rng.random(logits.shape) < 0.7] = -np.inf
     settings = inputs(rows)._replace(
         temperature=jnp.asarray(rng.choice([0.0, 0.7, 1.0, 3.0], rows), jnp.float32),
         top_p=jnp.asarray(rng.choice([0.25, 0.5, 1.0], rows), jnp.float32),
-        top_k=jnp.asarray(rng.choice([0, 5, 2000], rows), jnp.int32),
+        top_k=jnp.asarray(rng.permutation(rows), jnp.int32),  # some more than the row has
     )
     whole, split = (sample(logits, settings, n) for n in (1, 3))
     assert len(set(whole.token_ids.tolist())) > rows // 3
