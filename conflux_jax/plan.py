@@ -9,8 +9,9 @@ A slot is a small integer that a request holds from admission to its end (or pre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -120,6 +121,39 @@ class DecodeRow:
     new_page: int = -1
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class DecodeRows:
+    """The decode tokens of one group, one column a field: thousands of rows are a few arrays.
+
+    Iterates over its rows as `DecodeRow`s. slots, positions, new_pages: int32 arrays [rows], not to
+    be written to.
+    """
+
+    request_ids: tuple[str, ...]
+    slots: np.ndarray
+    positions: np.ndarray
+    new_pages: np.ndarray
+
+    @classmethod
+    def of(cls, rows: Sequence[DecodeRow] = ()) -> DecodeRows:
+        numbers = [(row.slot, row.position, row.new_page) for row in rows]
+        columns = np.array(numbers, np.int32).reshape(-1, 3).T
+        return cls(tuple(row.request_id for row in rows), *columns)
+
+    def __len__(self) -> int:
+        return len(self.request_ids)
+
+    def __iter__(self) -> Iterator[DecodeRow]:
+        columns = (column.tolist() for column in (self.slots, self.positions, self.new_pages))
+        return map(DecodeRow, self.request_ids, *columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DecodeRows) and list(self) == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self.request_ids)
+
+
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
     """Tokens `start .. start+length` of a slot's `token_ids`. The chunks of a plan, laid end to end
@@ -155,7 +189,7 @@ class IterationPlan:
 
     iteration: int
     bucket: Bucket
-    decodes: tuple[tuple[DecodeRow, ...], ...]
+    decodes: tuple[DecodeRows, ...]
     chunks: tuple[PrefillChunk, ...] = ()
     prefill_shares: tuple[int, ...] = ()
     handoffs: tuple[Handoff, ...] = ()
@@ -166,8 +200,8 @@ class IterationPlan:
     @property
     def samples(self) -> tuple[str, ...]:
         """Request ids in the order of `StepOutput`: decodes group by group, then last chunks."""
-        rows = [row.request_id for group in self.decodes for row in group]
-        return tuple(rows + [chunk.request_id for chunk in self.chunks if chunk.is_last])
+        rows = chain.from_iterable(group.request_ids for group in self.decodes)
+        return (*rows, *(chunk.request_id for chunk in self.chunks if chunk.is_last))
 
     @property
     def num_prefill_tokens(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import enum
 import math
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 MAX_LOGPROBS = 20  # alternatives a token can report; fixed, because shapes on the device are
 MAX_STOP_STRINGS = 16
@@ -125,8 +125,7 @@ class Logprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """One step of one request: a token, an end, or both.
 
     `token_id` is None only when the request ended without a new token (abort, error).
@@ -137,4 +136,4 @@ class TokenEvent:
     token_id: int | None
     finish_reason: FinishReason | None = None
     logprobs: Logprobs | None = None
-    message: str = field(default="", compare=False)
+    message: str = ""

@@ -8,11 +8,11 @@ import pytest
 
 from bench import overlap_host, warmup
 from bench.overlap_host import WatchedExecutor, idle_fraction
-from conflux_jax.plan import Bucket, DecodeRow, IterationPlan
+from conflux_jax.plan import Bucket, DecodeRow, DecodeRows, IterationPlan
 
 
 def plan_of(decodes: int) -> IterationPlan:
-    rows = tuple(DecodeRow(f"r{i}", i, 7) for i in range(decodes))
+    rows = DecodeRows.of([DecodeRow(f"r{i}", i, 7) for i in range(decodes)])
     return IterationPlan(0, Bucket(decodes, decodes, False, False), (rows,))
 
 

@@ -108,6 +108,8 @@ def test_values_are_frozen_and_comparable():
 def test_errors_and_events():
     assert issubclass(OutOfRange, InvalidRequest) and issubclass(InvalidRequest, ValueError)
     assert str(FinishReason.LENGTH) == "length"
-    assert TokenEvent("r", None, FinishReason.ERROR, message="a") == TokenEvent(
-        "r", None, FinishReason.ERROR, message="b"
-    )
+    event = TokenEvent("r", None, FinishReason.ERROR, message="a")
+    assert event == TokenEvent("r", None, FinishReason.ERROR, message="a")
+    assert (event.token_id, event.logprobs) == (None, None)
+    with pytest.raises(AttributeError):
+        event.token_id = 4  # pyright: ignore[reportAttributeAccessIssue]

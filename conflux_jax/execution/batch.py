@@ -145,7 +145,7 @@ class BatchBuilder:
         self._floats = np.zeros((3, slots), np.float32)  # temperature, top_p, min_p
         self._top_k = np.zeros(slots, np.int32)
         self._seed = np.zeros((slots, 2), np.uint32)
-        self._logprobs: list[int | None] = [None] * slots
+        self._logprobs = np.full(slots, -1, np.int32)  # alternatives wanted; -1: no report
 
     def layout(self, bucket: Bucket) -> BufferLayout:
         if bucket not in self._layouts:
@@ -158,14 +158,18 @@ class BatchBuilder:
         buffer = np.zeros((self.limits.geometry.groups, layout.size), np.int32)
         f = layout.views(buffer)
         f["sample_slots"][...] = self.limits.max_slots  # past the end: dropped
-        where: list[tuple[int, int]] = []
         if plan.bucket.decode_rows:
-            where += self._decode_fields(plan, f)
+            self._decode_fields(plan, f)
+        # A group's samples: its decode rows in order, then the prompts that end on it.
+        counts = [len(rows) for rows in plan.decodes]
+        groups = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+        indices = np.concatenate([np.arange(n, dtype=np.int32) for n in counts])
         if plan.bucket.prefill:
-            where += self._prefill_fields(plan, f)
+            ends = np.array(self._prefill_fields(plan, f), np.int32).reshape(-1, 2)
+            groups = np.concatenate([groups, ends[:, 0]])
+            indices = np.concatenate([indices, ends[:, 1]])
         if plan.bucket.handoff:
             self._handoff_fields(plan, f)
-        groups, indices = np.array(where, np.int32).reshape(-1, 2).T
         logprobs = self._wanted_logprobs(plan, f)
         return Batch(plan.bucket, buffer, groups, indices, logprobs)
 
@@ -181,25 +185,23 @@ class BatchBuilder:
             self._top_k[slot] = params.top_k
             seed = change.request.seed & (2**64 - 1)
             self._seed[slot] = seed >> 32, seed & (2**32 - 1)
-            self._logprobs[slot] = params.logprobs
+            self._logprobs[slot] = -1 if params.logprobs is None else params.logprobs
         for placed in plan.placements:
             self._decode_pages[placed.slot, : len(placed.pages)] = placed.pages
         page_tokens = self.limits.geometry.page_tokens
         for rows in plan.decodes:
-            for row in rows:
-                if row.new_page >= 0:
-                    self._decode_pages[row.slot, row.position // page_tokens] = row.new_page
+            opens = rows.new_pages >= 0
+            at = rows.slots[opens], rows.positions[opens] // page_tokens
+            self._decode_pages[at] = rows.new_pages[opens]
 
-    def _decode_fields(self, plan: IterationPlan, f: dict) -> list[tuple[int, int]]:
-        where = []
+    def _decode_fields(self, plan: IterationPlan, f: dict) -> None:
         f["decode_writes"][...] = self._no_write
         for group, rows in enumerate(plan.decodes):
             n = len(rows)
             f["num_decodes"][group] = n
             if not n:
                 continue
-            slots = np.fromiter((row.slot for row in rows), np.int32, n)
-            positions = np.fromiter((row.position for row in rows), np.int32, n)
+            slots, positions = rows.slots, rows.positions
             f["decode_slots"][group, :n] = slots
             f["positions"][group, :n] = positions
             shared, first = self.limits.geometry.shared, group * plan.bucket.decode_rows
@@ -209,8 +211,6 @@ class BatchBuilder:
             f["decode_writes"][attended] = self._decode_row(slots, positions)
             f["sample_rows"][group, :n] = np.arange(n)
             self._sampling_fields(f, group, slice(0, n), slots, positions + 1)
-            where += [(group, i) for i in range(n)]
-        return where
 
     def _decode_row(self, slots: Any, positions: np.ndarray) -> np.ndarray:
         """First pool row of tokens in decode layout."""
@@ -298,11 +298,11 @@ class BatchBuilder:
         f["sample_positions"][group, at] = positions
 
     def _wanted_logprobs(self, plan: IterationPlan, f: dict) -> dict[str, tuple[int, int]]:
-        sampled = [row for group in plan.decodes for row in group]
-        sampled += [chunk for chunk in plan.chunks if chunk.is_last]
-        wanted = {}
-        for index, item in enumerate(sampled):
-            if (top := self._logprobs[item.slot]) is not None:
-                wanted[item.request_id] = (top, index)
-        f["wants_logprobs"][:] = bool(wanted)
-        return wanted
+        ends = [chunk.slot for chunk in plan.chunks if chunk.is_last]
+        slots = np.concatenate([*(rows.slots for rows in plan.decodes), np.array(ends, np.int32)])
+        asking = (self._logprobs[slots] >= 0).nonzero()[0].tolist()
+        f["wants_logprobs"][:] = bool(asking)
+        if not asking:
+            return {}
+        ids = plan.samples
+        return {ids[index]: (int(self._logprobs[slots[index]]), index) for index in asking}

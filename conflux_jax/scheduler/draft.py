@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from conflux_jax.plan import (
     Admission,
-    DecodeRow,
+    DecodeRows,
     Handoff,
     IterationPlan,
     Placement,
@@ -20,7 +20,7 @@ class Draft:
     last sample this is. `handed`: those whose hand-off this completes."""
 
     def __init__(self):
-        self.decodes: list[tuple[DecodeRow, ...]] = []
+        self.decodes: list[DecodeRows] = []
         self.chunks: list[PrefillChunk] = []
         self.handoffs: list[Handoff] = []
         self.admissions: list[Admission] = []

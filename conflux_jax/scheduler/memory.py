@@ -10,8 +10,12 @@ placements only: a running decode that needs a page takes it.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
+
+import numpy as np
 
 from conflux_jax.plan import PoolGeometry
+from conflux_jax.scheduler.decode_table import DecodeTable
 from conflux_jax.scheduler.page_pool import PagePool
 from conflux_jax.scheduler.placement import choose_group
 from conflux_jax.scheduler.state import RequestState
@@ -127,7 +131,6 @@ class Memory:
             state.pages = list(state.prefill_pages[0])
             state.prefill_pages = ()
         state.group = group
-        state.capacity = need * self.geometry.page_tokens
         self.num_rows[group] += 1
         self.context_tokens[group] += state.context_tokens
         return True
@@ -138,13 +141,28 @@ class Memory:
         self.unhanded[state.group] -= count
 
     def grow(self, state: RequestState) -> bool:
-        """Open one more page for a decode; False where its group has none."""
+        """Open one more page for a running decode; False where its group has none."""
+        assert state.table is not None
         pool = self.geometry.pool_of(state.group)
         if not self.pool.num_free(pool):
             return False
-        (state.new_page,) = self.pool.allocate(pool, 1)
-        state.pages.append(state.new_page)
-        state.capacity += self.geometry.page_tokens
+        pages = self.pool.allocate(pool, 1)
+        state.table.open_pages(np.array([state.row]), pages, self.geometry.page_tokens)
+        return True
+
+    def grow_all(self, tables: Sequence[DecodeTable]) -> bool:
+        """Open a page for every running decode that needs one. False, and nothing changed, where
+        some pool has too few. `tables`: of all groups."""
+        full = [table.full() for table in tables]
+        need = [0] * self.geometry.num_pools
+        for group, rows in enumerate(full):
+            need[self.geometry.pool_of(group)] += len(rows)
+        if any(pages > free for pages, free in zip(need, self.free_pages(), strict=True)):
+            return False
+        for group, rows in enumerate(full):
+            if len(rows):
+                pages = self.pool.allocate(self.geometry.pool_of(group), len(rows))
+                tables[group].open_pages(rows, pages, self.geometry.page_tokens)
         return True
 
     def release_prefill(self, state: RequestState) -> None:
@@ -153,11 +171,13 @@ class Memory:
             self.pool.free(pool, pages)
         state.prefill_pages = ()
 
-    def release(self, state: RequestState) -> None:
-        """Everything that a request holds, in any phase (nothing, if it holds nothing)."""
+    def release(self, state: RequestState, for_good: bool = True) -> None:
+        """Everything that a request holds, in any phase (nothing, if it holds nothing). for_good:
+        it has ended; else it was preempted and will come back."""
         if state.slot < 0:
             return
-        self.num_ended += 1
+        self.num_ended += for_good
+        state.evicted_at = self.num_ended
         heapq.heappush(self._slots, state.slot)
         state.slot = -1
         self.release_prefill(state)
@@ -168,14 +188,8 @@ class Memory:
             self.num_rows[state.group] -= 1
             self.context_tokens[state.group] -= state.context_tokens
             self.unhanded[state.group] -= self._left_to_hand_over(state)
-        state.group, state.pages, state.capacity = -1, [], 0
-        state.token_ids, state.num_tokens, state.num_handed, state.new_page = (), 0, 0, -1
-
-    def evict(self, state: RequestState) -> None:
-        """As `release`, of a request that will come back."""
-        ended = self.num_ended
-        self.release(state)
-        self.num_ended = state.evicted_at = ended
+        state.group, state.pages, state.num_handed = -1, [], 0
+        state.token_ids, state.num_tokens = (), 0
 
     def _left_to_hand_over(self, state: RequestState) -> int:
         """Pages of a placed request; those that it opened as a decode never are handed over."""

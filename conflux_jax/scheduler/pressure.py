@@ -21,13 +21,11 @@ def secure_pages(
     Runs before anything else of an iteration is planned and goes by arrival, so a request that is
     preempted here has no work in this iteration yet, and its pages may be used in it at once.
     """
-    needy = [
-        state
-        for members in running.decoding
-        for state in members.values()
-        if state.num_tokens == state.capacity
-    ]
-    needy += [state for state in running.handing.values() if state.group < 0]
+    unplaced = [state for state in running.handing.values() if state.group < 0]
+    if not unplaced and memory.grow_all(running.decoding):
+        return []
+    tables = running.decoding
+    needy = [table.states[row] for table in tables for row in table.full().tolist()] + unplaced
     needy.sort(key=lambda state: state.order)
     placed: list[RequestState] = []
     waits = False  # whether an older prompt than the present one found no group

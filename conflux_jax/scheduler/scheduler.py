@@ -24,7 +24,6 @@ from itertools import chain
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.plan import (
     Admission,
-    DecodeRow,
     IterationPlan,
     PoolGeometry,
     PrefillChunk,
@@ -158,7 +157,7 @@ class Scheduler:
         """Back to the queue, to be recomputed from its prompt and what it has generated. A sample
         under way is real and will count; until it is here the request is not admitted again."""
         self._running.remove(state, Phase.WAITING)
-        self._memory.evict(state)
+        self._memory.release(state, for_good=False)
         state.num_preemptions += 1
         state.bypassed = 0
         self._preemptions += 1
@@ -188,20 +187,11 @@ class Scheduler:
 
     def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running decode."""
-        for group, members in enumerate(self._running.decoding):
-            rows = []
-            for state in members.values():
-                rows.append(
-                    DecodeRow(state.request_id, state.slot, state.num_tokens, state.new_page)
-                )
-                state.new_page = -1
-                state.num_tokens += 1
-                state.in_flight += 1
-                state.unplanned -= 1
-                if not state.unplanned:
-                    draft.ending.append(state)
-            draft.decodes.append(tuple(rows))
-            draft.samplers.extend(members.values())
+        for group, table in enumerate(self._running.decoding):
+            draft.samplers += table.states
+            rows, ending = table.advance()
+            draft.decodes.append(rows)
+            draft.ending += ending
             self._memory.context_tokens[group] += len(rows)
 
     def _prefill_budget(self, loads: Sequence[int]) -> int:
@@ -259,8 +249,7 @@ class Scheduler:
     def _complete_prefill(self, draft: Draft, state: RequestState) -> None:
         """The last chunk samples; what follows it needs a decode group, if anything does."""
         draft.samplers.append(state)
-        state.in_flight += 1
-        state.unplanned -= 1
+        state.num_planned += 1
         if not state.unplanned:
             draft.ending.append(state)
             return
@@ -345,19 +334,20 @@ class Scheduler:
         if len(token_ids) != len(samplers):
             raise ValueError(f"{len(token_ids)} tokens came back for {len(samplers)} samples")
         self._in_flight.popleft()
+        gone, logprobs = Phase.GONE, output.logprobs
         events = []
         for state, token_id in zip(samplers, token_ids, strict=True):
-            if state.phase is Phase.GONE:
+            if state.phase is gone:
                 continue
-            state.in_flight -= 1
-            state.outputs.append(token_id)
+            outputs = state.outputs
+            outputs.append(token_id)
             reason = None
             if token_id in state.stop_token_ids:
                 reason = FinishReason.STOP
-            elif not (state.in_flight or state.unplanned):
+            elif len(outputs) == state.request.max_output_tokens:
                 reason = FinishReason.LENGTH
             if reason is not None:
                 self._end(state)
-            logprobs = output.logprobs.get(state.request_id) if output.logprobs else None
-            events.append(TokenEvent(state.request_id, token_id, reason, logprobs))
+            report = logprobs.get(state.request_id) if logprobs else None
+            events.append(TokenEvent(state.request_id, token_id, reason, report))
         return events

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
+from itertools import chain
 
 from conflux_jax.plan import PoolGeometry
 from conflux_jax.request import Request
+from conflux_jax.scheduler.decode_table import DecodeTable
 
 
 class Phase(enum.Enum):
@@ -30,8 +32,8 @@ class RequestState:
     samples are planned and will, `unplanned` are left to plan. Their sum is max_output_tokens.
 
     order: rank of arrival, which decides who is served first and preempted last. num_tokens: tokens
-    whose KV is in the pool once everything planned has run; while decoding, also the position of
-    the next row.
+    whose KV is in the pool once everything planned has run. num_planned: samples planned. While it
+    decodes, its group's table counts on instead of these two: `num_decoded` rows so far.
     """
 
     request: Request
@@ -40,8 +42,7 @@ class RequestState:
     stop_token_ids: frozenset[int] = frozenset()  # those that end it: none with ignore_eos
     phase: Phase = Phase.WAITING
     outputs: list[int] = field(default_factory=list)
-    in_flight: int = 0
-    unplanned: int = 0
+    num_planned: int = 0
     bypassed: int = 0  # later requests admitted while this one waited for memory
     num_preemptions: int = 0
     evicted_at: int = 0  # requests that had ended when it was preempted last
@@ -56,15 +57,28 @@ class RequestState:
     # Held from placement to release. With several groups, a prompt is placed before its last chunk:
     group: int = -1
     pages: list[int] = field(default_factory=list)
-    capacity: int = 0  # tokens that `pages` hold
-    new_page: int = -1  # opened for the row that is planned next
     num_handed: int = 0  # pages whose hand-off is planned
+    # While it decodes:
+    table: DecodeTable | None = None
+    row: int = -1
 
     def __post_init__(self):
         self.request_id = self.request.request_id
         if not self.request.params.ignore_eos:
             self.stop_token_ids = self.request.eos_token_ids
-        self.unplanned = self.request.max_output_tokens
+
+    @property
+    def num_decoded(self) -> int:
+        """Rows planned since it began to decode; 0 while it does not."""
+        return 0 if self.table is None else self.table.position(self.row) - self.num_tokens
+
+    @property
+    def in_flight(self) -> int:
+        return self.num_planned + self.num_decoded - len(self.outputs)
+
+    @property
+    def unplanned(self) -> int:
+        return self.request.max_output_tokens - self.num_planned - self.num_decoded
 
     @property
     def length(self) -> int:
@@ -74,7 +88,7 @@ class RequestState:
     @property
     def context_tokens(self) -> int:
         """Of one that is placed: KV tokens that its group holds or will once it is prefilled."""
-        return max(self.num_tokens, len(self.token_ids))
+        return max(self.num_tokens, len(self.token_ids)) + self.num_decoded
 
     @property
     def max_kv_tokens(self) -> int:
@@ -88,20 +102,24 @@ class RequestState:
 
 
 class Running:
-    """The requests that hold memory, by phase. Keys are `order`; dicts keep the order of entry."""
+    """The requests that hold memory, by phase; in the dicts, by `order` and in order of entry."""
 
     def __init__(self, geometry: PoolGeometry):
         groups = geometry.groups
         self._geometry = geometry
         self.prefilling: dict[int, RequestState] = {}
         self.handing: dict[int, RequestState] = {}
-        self.decoding: tuple[dict[int, RequestState], ...] = tuple({} for _ in range(groups))
+        self.decoding = tuple(DecodeTable() for _ in range(groups))
 
     def enter(self, state: RequestState, phase: Phase) -> None:
         """Move a request to a phase in which it holds memory."""
         self._leave(state)
         state.phase = phase
-        self._members(state)[state.order] = state
+        if phase is Phase.DECODING:
+            capacity = len(state.pages) * self._geometry.page_tokens
+            self.decoding[state.group].join(state, capacity)
+        else:
+            self._prompts(phase)[state.order] = state
 
     def remove(self, state: RequestState, phase: Phase) -> None:
         """Move it to a phase in which it holds none."""
@@ -110,25 +128,18 @@ class Running:
 
     def youngest_holder(self, group: int) -> RequestState:
         """The request of latest arrival with pages of this group's pool; there must be one."""
-        members = self._holding(group)
-        youngest = max(members, key=lambda phase: max(phase, default=-1))
-        return youngest[max(youngest)]
+        return max(self.holders(group), key=lambda state: state.order)
 
     def holders(self, group: int) -> list[RequestState]:
-        return [state for phase in self._holding(group) for state in phase.values()]
-
-    def _holding(self, group: int) -> tuple[dict[int, RequestState], ...]:
-        decoding = self.decoding if self._geometry.shared else (self.decoding[group],)
-        return (self.prefilling, self.handing, *decoding)
+        tables = self.decoding if self._geometry.shared else (self.decoding[group],)
+        decoding = chain.from_iterable(table.states for table in tables)
+        return [*self.prefilling.values(), *self.handing.values(), *decoding]
 
     def _leave(self, state: RequestState) -> None:
-        if state.phase in _HOLDING:
-            del self._members(state)[state.order]
+        if state.table is not None:
+            state.table.leave(state)
+        elif state.phase in (Phase.PREFILLING, Phase.HANDOFF):
+            del self._prompts(state.phase)[state.order]
 
-    def _members(self, state: RequestState) -> dict[int, RequestState]:
-        if state.phase is Phase.DECODING:
-            return self.decoding[state.group]
-        return self.prefilling if state.phase is Phase.PREFILLING else self.handing
-
-
-_HOLDING = frozenset((Phase.PREFILLING, Phase.HANDOFF, Phase.DECODING))
+    def _prompts(self, phase: Phase) -> dict[int, RequestState]:
+        return self.prefilling if phase is Phase.PREFILLING else self.handing

@@ -153,7 +153,7 @@ class Harness:
         for group in range(self.geometry.groups):
             placed = [s for s in holding if s.group == group]
             assert memory.num_rows[group] == len(placed) <= self.ladders.max_decodes
-            context = sum(max(s.num_tokens, len(s.token_ids)) for s in placed)
+            context = sum(s.context_tokens for s in placed)
             assert memory.context_tokens[group] == context
             handing = [s for s in placed if s.phase.value in ("prefilling", "handoff")]
             unhanded = sum(len(s.pages) - s.num_handed for s in handing)
@@ -166,11 +166,14 @@ class Harness:
         assert scheduler._queue.num_tokens == sum(s.queued_tokens for s in queued)
         running = scheduler._running
         listed = [*queued, *running.prefilling.values(), *running.handing.values()]
-        listed += [s for members in running.decoding for s in members.values()]
+        for table in running.decoding:
+            assert all(s.table is table and s.row == row for row, s in enumerate(table.states))
+            listed += table.states
         listed += [s for s in states if s.phase.value == "draining"]
         assert {id(s) for s in listed} == {id(s) for s in states} and len(listed) == len(states)
         for s in states:
-            assert len(s.outputs) + s.in_flight + s.unplanned == s.request.max_output_tokens
+            assert s.in_flight == sum(s in samplers for _, samplers in scheduler._in_flight)
+            assert s.unplanned >= 0
             assert s.bypassed <= self.config.max_bypass
 
     def _pages(self, state: RequestState, pool: int) -> list[int]:
