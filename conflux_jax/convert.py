@@ -21,6 +21,7 @@ from conflux_jax.models.loading import find_model, open_source
 from conflux_jax.models.loading.huggingface_config import read_json
 from conflux_jax.models.loading.orbax import write_checkpoint
 from conflux_jax.models.spec import ModelError
+from conflux_jax.platform import python_command
 from conflux_jax.tokenizer_files import TokenizerParts, read_tokenizer
 
 DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float32": np.dtype(np.float32)}
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     print(f"Wrote {num_bytes / 1e9:.2f} GB of weights. To serve them:")
-    print(f"python -m conflux_jax.serve --model {parsed.out}")
+    print(f"{python_command()} -m conflux_jax.serve --model {parsed.out}")
     return 0
 
 

@@ -13,6 +13,7 @@ from conflux_jax.build import Progress, build_engine
 from conflux_jax.config import Config
 from conflux_jax.engine import Engine, EngineFailed
 from conflux_jax.intake import Chat, Prompt
+from conflux_jax.progress import ProgressBar
 from conflux_jax.request import FinishReason, Logprobs, QueueFull, Request, SamplingParams
 from conflux_jax.streams import OutputDelta, OutputStream
 
@@ -42,7 +43,8 @@ class LLM:
     `model` is a known name, a Hugging Face directory, a `.gguf` file or what
     `python -m conflux_jax.convert` made of one; `config` any field of the config tree
     (`page_tokens=32`, `max_num_batched_tokens=1024`). On a CPU, JAX is asked for `sp * tp` virtual
-    devices. Raises ConfigError or ModelError.
+    devices. `progress(stage, done, total)` is told of loading and compiling, which takes minutes
+    the first time; by default a bar on stderr. Raises ConfigError or ModelError.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class LLM:
         settings = Config.from_flat(
             model=str(model), sp=sp, tp=tp, dtype=dtype, max_model_len=max_model_len, **config
         )
-        self._engine = build_engine(settings, progress)
+        self._engine = build_engine(settings, progress or ProgressBar())
 
     @classmethod
     def over(cls, engine: Engine) -> LLM:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 
 from conflux_jax.config import ConfigError
 
@@ -76,6 +77,21 @@ def compiler_options(platform: str) -> dict[str, str | int]:
         return {}
     set_by_user = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in GPU_GRAPH_FLAGS.items() if name not in set_by_user}
+
+
+def python_command() -> str:
+    """This Python, as one would type it here: relative where it lies below."""
+    python = os.path.relpath(sys.executable)
+    return sys.executable if python.startswith(os.pardir) else python
+
+
+def available_memory_bytes() -> int | None:
+    """Memory that this machine can still give; None where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/meminfo") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return None
 
 
 def cpu_multiplies_bfloat16() -> bool:

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from conflux_jax import LLM, SamplingParams, client, convert
+from conflux_jax.config import ConfigError
 from conflux_jax.request import FinishReason
 from tests.serve.harness import generate_request, running, serving
 from tests.tiny import write_tiny_llama
@@ -43,6 +44,19 @@ def llm(model: Path) -> Iterator[LLM]:
 def expected(llm: LLM) -> list[tuple[int, ...]]:
     """Tokens of each prompt alone."""
     return [llm.generate(prompt, GREEDY)[0].token_ids for prompt in PROMPTS]
+
+
+def test_more_groups_than_memory_are_refused_before_loading(model: Path):
+    """It counts: 3 groups with 10^12 tokens of KV each cannot be."""
+    settings = SETTINGS | {"kv_pool_tokens": 10**12}
+    with pytest.raises(ConfigError, match=r"sp: 3 groups hold .* GB of KV; this machine has"):
+        LLM(model=model, **settings)
+
+
+def test_a_cache_folder_that_cannot_be_is_refused(model: Path, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="compilation_cache_dir: .*file"):
+        LLM(model=model, **SETTINGS, compilation_cache_dir=str(tmp_path / "file" / "cache"))
 
 
 def test_a_batch_is_each_prompt_alone(llm: LLM, expected):

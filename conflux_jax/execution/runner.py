@@ -17,7 +17,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from conflux_jax.config import Config, ConfigError
 from conflux_jax.execution.batch import Batch, BatchBuilder, BatchLimits
-from conflux_jax.execution.kv_cache import PoolShape, plan_geometry
+from conflux_jax.execution.kv_cache import (
+    CPU_POOL_BYTES,
+    PoolShape,
+    page_bytes,
+    plan_geometry,
+)
 from conflux_jax.execution.sampling import Sampled
 from conflux_jax.execution.step import StepState, lower_step
 from conflux_jax.models.attention import AttentionOptions
@@ -26,7 +31,11 @@ from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.loading.placement import load_parameters
 from conflux_jax.models.spec import ModelSpec, WeightSource
 from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry, StepOutput
-from conflux_jax.platform import compiler_options, cpu_multiplies_bfloat16
+from conflux_jax.platform import (
+    available_memory_bytes,
+    compiler_options,
+    cpu_multiplies_bfloat16,
+)
 from conflux_jax.request import Logprobs
 from conflux_jax.scheduler.buckets import Ladders
 
@@ -106,6 +115,7 @@ class Runner:
             )
         dims = plan_dims(spec, mesh, jnp.dtype(config.model.dtype))
         _, abstract = abstract_decoder(dims)
+        check_cpu_memory(abstract, dims, config, mesh)
         params = load_parameters(source, dims, abstract, mesh)
         most = config.scheduler.max_num_seqs * max_model_len
         spread = config.execution.decode_attention == "spread"
@@ -196,6 +206,24 @@ def plan_limits(
     )
 
 
+def check_cpu_memory(abstract: nnx.State, dims: DecoderDims, config: Config, mesh: Mesh) -> None:
+    """Raises ConfigError where virtual CPU devices need more memory than the machine has left: each
+    group holds its own weights and pool. A GPU says so itself."""
+    available = available_memory_bytes()
+    if mesh.devices.flat[0].platform != "cpu" or available is None:
+        return
+    groups = mesh.devices.shape[0]
+    weights = groups * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract))
+    pool = CPU_POOL_BYTES
+    if (tokens := config.cache.kv_pool_tokens) is not None:
+        pool = groups * dims.heads.tp * tokens * page_bytes(dims, 1)
+    if weights + pool > available:
+        raise ConfigError(
+            f"sp: {groups} groups hold {weights / 1e9:.1f} GB of weights, each its own, and "
+            f"{pool / 1e9:.1f} GB of KV; this machine has {available / 1e9:.1f} GB left"
+        )
+
+
 def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:
     scheduler = config.scheduler
     on_cpu = mesh.devices.flat[0].platform == "cpu"
@@ -211,12 +239,17 @@ def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:
 
 
 def use_compilation_cache(directory: str | None) -> None:
-    """Keeps compiled programs between runs. None: the user's cache folder; "": nowhere."""
+    """Keeps compiled programs between runs. None: the user's cache folder; "": nowhere. Raises
+    ConfigError where the folder cannot be made."""
     if directory == "":
         return
     if directory is None:
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         directory = str(Path(root) / "conflux_jax" / "xla")
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"compilation_cache_dir: {error}") from error
     jax.config.update("jax_compilation_cache_dir", directory)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

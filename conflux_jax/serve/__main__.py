@@ -20,8 +20,9 @@ from conflux_jax.build import Progress, build_engine
 from conflux_jax.config import Config, ConfigError, ServerConfig
 from conflux_jax.engine import Engine
 from conflux_jax.models.spec import ModelError
+from conflux_jax.platform import python_command
+from conflux_jax.progress import ProgressBar
 from conflux_jax.serve.grpc_server import GrpcServer
-from conflux_jax.serve.progress import ProgressBar
 
 Builder = Callable[[Config, Progress], Engine]
 ANY_ADDRESS = ("0.0.0.0", "::")
@@ -72,10 +73,8 @@ async def serve(config: Config, build: Builder) -> int:
 def greeting(model: str, config: ServerConfig, port: int) -> str:
     host = "127.0.0.1" if config.host in ANY_ADDRESS else config.host
     target = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    python = os.path.relpath(sys.executable)
-    if python.startswith(os.pardir):
-        python = sys.executable
-    client = f'{python} -m conflux_jax.client --target {target} --prompt "The capital of France is"'
+    client = f"{python_command()} -m conflux_jax.client --target {target}"
+    client += ' --prompt "The capital of France is"'
     return f"Serving {model} with gRPC on {config.host}:{port}. To talk to it:\n{client}"
 
 
