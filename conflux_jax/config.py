@@ -98,8 +98,33 @@ class SchedulerConfig:
         "page_tokens of them a prompt decodes right after its last chunk, however long it is",
         low=1,
     )
+    ordering: str = _setting(
+        "deadline",
+        "who is prefilled next: by TTFT deadline while it can be met, then shortest remaining; "
+        "first come first served; or shortest remaining",
+        choices=("deadline", "fcfs", "shortest"),
+    )
     max_bypass: int = _setting(
-        64, "requests that may overtake one waiting for memory before it must be next", low=0
+        64, "later requests that may overtake a waiting one before it must be next", low=0
+    )
+    ttft_slo_s: float | None = _setting(
+        None, "target for the first token, where a request sets none (default: no target)", low=1e-6
+    )
+    tbt_slo_s: float | None = _setting(
+        None,
+        "target for the time between tokens, where a request sets none; needs latency_profile "
+        "(default: no target)",
+        low=1e-6,
+    )
+    latency_profile: str | None = _setting(
+        None, "file that `python -m conflux_jax.calibrate` wrote for this model and mesh"
+    )
+    packing_threshold: float = _setting(
+        0.85,
+        "share of KV pages in use on every group from which on a prompt is placed where least is "
+        "free, so that free pages stay together",
+        low=0.0,
+        high=1.0,
     )
     bucket_growth: float | None = _setting(
         None,
@@ -171,7 +196,10 @@ class Config:
                 raise ConfigError(f"{path}: {name}: must hold settings, got {section!r}")
             owned = {leaf.name for owner, leaf, _ in _leaves() if owner == name}
             if unknown := sorted(set(section) - owned, key=str):
-                raise ConfigError(f"{path}: {name}.{unknown[0]}: no such setting")
+                raise ConfigError(
+                    f"{path}: {name}.{unknown[0]}: no such setting; "
+                    f"known: {', '.join(sorted(owned))}"
+                )
             flat |= section
         try:
             return cls.from_flat(**flat)
@@ -188,7 +216,7 @@ class Config:
         for section, leaf, kind in _leaves():
             base = _base_type(kind)
             many = typing.get_origin(base) is tuple
-            placeholder = "TEXT" if base is str else "N"
+            placeholder = {str: "TEXT", float: "X"}.get(base, "N")
             groups[section].add_argument(
                 "--" + leaf.name.replace("_", "-"),
                 type=int if many else base,

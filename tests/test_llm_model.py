@@ -55,7 +55,7 @@ def test_more_groups_than_memory_are_refused_before_loading(model: Path):
 
 def test_a_cache_folder_that_cannot_be_is_refused(model: Path, tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="compilation_cache_dir: .*file"):
+    with pytest.raises(ConfigError, match=r"compilation_cache_dir: .*file"):
         LLM(model=model, **SETTINGS, compilation_cache_dir=str(tmp_path / "file" / "cache"))
 
 

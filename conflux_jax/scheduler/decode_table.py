@@ -6,6 +6,7 @@ happens: a page to open, an end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,6 +32,8 @@ class DecodeTable:
         self.states: list[RequestState] = []
         self._ids: list[str] = []
         self._columns = np.zeros((5, _FIRST_ROWS), np.int32)
+        self._targets = np.zeros(_FIRST_ROWS)
+        self.context_tokens = 0  # that the next iteration's rows read
 
     def __len__(self) -> int:
         return len(self.states)
@@ -40,8 +43,11 @@ class DecodeTable:
         row = len(self.states)
         if row == self._columns.shape[1]:
             self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
+            self._targets = np.concatenate([self._targets, np.zeros_like(self._targets)])
         end = state.num_tokens + state.unplanned
         self._columns[:, row] = state.slot, state.num_tokens, -1, capacity, end
+        self._targets[row] = state.tbt_slo_s
+        self.context_tokens += state.num_tokens
         self.states.append(state)
         self._ids.append(state.request_id)
         state.table, state.row = self, row
@@ -51,12 +57,25 @@ class DecodeTable:
         state.num_tokens += decoded
         state.num_planned += decoded
         row, last = state.row, len(self.states) - 1
+        self.context_tokens -= state.num_tokens
         self._columns[:, row] = self._columns[:, last]
+        self._targets[row] = self._targets[last]
         self.states[row], self._ids[row] = self.states[last], self._ids[last]
         self.states[row].row = row
         self.states.pop()
         self._ids.pop()
         state.table, state.row = None, -1
+
+    @property
+    def longest_context(self) -> int:
+        n = len(self.states)
+        return int(self._columns[_POSITION, :n].max()) if n else 0
+
+    @property
+    def tbt_slo_s(self) -> float:
+        """The tightest target of these decodes."""
+        n = len(self.states)
+        return float(self._targets[:n].min()) if n else math.inf
 
     def position(self, row: int) -> int:
         return int(self._columns[_POSITION, row])
@@ -81,6 +100,7 @@ class DecodeTable:
             return NO_ROWS, []
         slots, positions, new_pages = self._columns[: _NEW_PAGE + 1, :n].copy()
         self._columns[_POSITION, :n] += 1
+        self.context_tokens += n
         self._columns[_NEW_PAGE, :n] = -1
         ends = (self._columns[_POSITION, :n] == self._columns[_END, :n]).nonzero()[0]
         ending = [self.states[row] for row in ends.tolist()]

@@ -11,6 +11,8 @@ from conflux_jax.plan import (
     PrefillChunk,
 )
 from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.budget import NO_DECODES, Budget
+from conflux_jax.scheduler.latency_model import IterationShape
 from conflux_jax.scheduler.state import RequestState
 from conflux_jax.scheduler.waterfill import waterfill
 
@@ -29,24 +31,34 @@ class Draft:
         self.ending: list[RequestState] = []
         self.handed: list[RequestState] = []
         self.preempted = False
+        self.load = NO_DECODES
         self.budget = 0  # prefill tokens that fit beside the decodes
+        self.shape: IterationShape | None = None  # where there is a latency model
 
     def add_placement(self, state: RequestState) -> None:
         self.placements.append(Placement(state.slot, state.group, tuple(state.pages)))
 
-    def seal(self, iteration: int, ladders: Ladders, level: int) -> IterationPlan | None:
-        """The plan in the smallest bucket that holds it; None if there is nothing to do."""
-        if not (self.samplers or self.chunks or self.handoffs):
-            return None
-        loads = [len(rows) for rows in self.decodes]
-        shares = waterfill(loads, level, sum(chunk.length for chunk in self.chunks))
+    @property
+    def is_empty(self) -> bool:
+        return not (self.samplers or self.chunks or self.handoffs)
+
+    def seal(self, iteration: int, budget: Budget, ladders: Ladders) -> IterationPlan:
+        """The plan in the smallest bucket that holds it, and its `shape`."""
+        shares = waterfill(self.load.loads, budget.max_level, sum(c.length for c in self.chunks))
+        moves, predicted_s = bool(self.handoffs), 0.0
+        bucket = ladders.fit(self.load.loads, shares, moves)
+        if budget.predictor is not None:
+            chunks = [(chunk.start, chunk.length) for chunk in self.chunks]
+            self.shape = budget.shape(self.load, chunks, bucket)
+            predicted_s = budget.predict_s(self.shape)
         return IterationPlan(
             iteration=iteration,
-            bucket=ladders.fit(loads, shares, handoff=bool(self.handoffs)),
+            bucket=bucket,
             decodes=tuple(self.decodes),
             chunks=tuple(self.chunks),
             prefill_shares=shares,
             handoffs=tuple(self.handoffs),
             admissions=tuple(self.admissions),
             placements=tuple(self.placements),
+            predicted_s=predicted_s,
         )

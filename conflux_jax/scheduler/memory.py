@@ -21,20 +21,57 @@ from conflux_jax.scheduler.placement import choose_group
 from conflux_jax.scheduler.state import RequestState
 
 
+class Room:
+    """Slots and unpledged pages, to find out which admissions would fit one after the other."""
+
+    def __init__(self, memory: Memory, unpledged: list[int], slots: int):
+        self.slots = slots
+        self._memory, self._unpledged = memory, unpledged
+
+    def fits(self, state: RequestState) -> bool:
+        """Whether a waiting request can be admitted.
+
+        Worked, two groups with pages of 16 tokens (32 in prefill layout), 9 and 5 unpledged: a
+        prompt of 100 tokens needs ceil(100 / 32) = 4 on both, then ceil(101 / 16) = 7 on one: 9 - 4
+        are too few. One of 70 needs 3 on both and 5 on one, which the first has.
+        """
+        prefill = self._memory.prefill_pages(state)
+        later = self._memory.later_pages(state)
+        return (
+            self.slots > 0
+            and prefill <= min(self._unpledged)
+            and prefill + later <= max(self._unpledged)
+        )
+
+    def take(self, state: RequestState) -> None:
+        """As `Memory.admit` would."""
+        prefill, later = self._memory.prefill_pages(state), self._memory.later_pages(state)
+        self._unpledged = [pages - prefill for pages in self._unpledged]
+        self._unpledged[self._unpledged.index(max(self._unpledged))] -= later
+        self.slots -= 1
+
+
 class Memory:
     """max_requests: number of slots. max_rows: decode rows of one group. handoff_pages: that one
-    iteration can carry to a group.
+    iteration can carry to a group. packing_threshold: share of pages in use on every group from
+    which on prompts are placed on the fullest.
 
     Per group: `num_rows` and `context_tokens` of those placed there (a prompt's tokens count in
     full from its placement), `unhanded` pages of them that are still to be handed over.
     """
 
     def __init__(
-        self, geometry: PoolGeometry, max_requests: int, max_rows: int, handoff_pages: int
+        self,
+        geometry: PoolGeometry,
+        max_requests: int,
+        max_rows: int,
+        handoff_pages: int,
+        packing_threshold: float,
     ):
         self.geometry = geometry
         self.max_rows = max_rows
         self.handoff_pages = handoff_pages
+        self.packing_threshold = packing_threshold
         self.pool = PagePool(geometry.num_pools, geometry.num_pages)
         self.num_rows = [0] * geometry.groups
         self.context_tokens = [0] * geometry.groups
@@ -55,17 +92,15 @@ class Memory:
         """Per pool; negative where decodes have grown into what was pledged."""
         return [free - out for free, out in zip(self.free_pages(), self._pledged, strict=True)]
 
-    def fits(self, state: RequestState, unpledged: list[int]) -> bool:
-        """Whether a waiting request can be admitted, given `unpledged_pages()`.
+    def room(self) -> Room:
+        """What is there for admissions."""
+        return Room(self, self.unpledged_pages(), len(self._slots))
 
-        Worked, two groups with pages of 16 tokens (32 in prefill layout), 9 and 5 unpledged: a
-        prompt of 100 tokens needs ceil(100 / 32) = 4 on both, then ceil(101 / 16) = 7 on one: 9 - 4
-        are too few. One of 70 needs 3 on both and 5 on one, which the first has.
-        """
-        prefill = self.geometry.prefill_pages(state.length)
-        return prefill <= min(unpledged) and prefill + self._later_pages(state) <= max(unpledged)
+    def prefill_pages(self, state: RequestState) -> int:
+        """Of every pool, for an admission."""
+        return self.geometry.prefill_pages(state.length)
 
-    def _later_pages(self, state: RequestState) -> int:
+    def later_pages(self, state: RequestState) -> int:
         """Pages beside its prefill pages that a request needs on one group to start decoding.
 
         One that was preempted asks for more, so that it does not come back only to go: room to grow
@@ -86,7 +121,7 @@ class Memory:
     def admit(self, state: RequestState) -> None:
         """Slot, prefill pages of every pool, and a pledge on the pool with the most to spare."""
         request = state.request
-        later = self._later_pages(state)
+        later = self.later_pages(state)
         state.slot = heapq.heappop(self._slots)
         state.token_ids = request.prompt_token_ids
         if state.outputs:
@@ -119,6 +154,7 @@ class Memory:
             ],
             len(state.token_ids),
             [-(-(pages + asked) // self.handoff_pages) for pages in self.unhanded],
+            room if self._is_short() else None,
         )
         if group < 0:
             self._pledged[state.pledge_pool] += state.pledge_pages
@@ -134,6 +170,10 @@ class Memory:
         self.num_rows[group] += 1
         self.context_tokens[group] += state.context_tokens
         return True
+
+    def _is_short(self) -> bool:
+        """Whether every pool is used above the threshold."""
+        return max(self.free_pages()) < (1.0 - self.packing_threshold) * self.geometry.num_pages
 
     def hand_over(self, state: RequestState, count: int) -> None:
         """The next `count` pages of a placed prompt go with the plan that is being made."""

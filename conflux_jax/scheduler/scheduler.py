@@ -16,10 +16,11 @@ reads is freed only when that plan is complete.
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
+from typing import NamedTuple
 
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.plan import (
@@ -31,11 +32,14 @@ from conflux_jax.plan import (
 )
 from conflux_jax.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
 from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.budget import Budget, Decodes
+from conflux_jax.scheduler.candidates import Candidate, find_candidates
 from conflux_jax.scheduler.draft import Draft
 from conflux_jax.scheduler.handoff import is_nearly_done, plan_handoffs
+from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor
 from conflux_jax.scheduler.limits import RequestLimits
 from conflux_jax.scheduler.memory import Memory
-from conflux_jax.scheduler.ordering import FirstComeFirstServed, Ordering
+from conflux_jax.scheduler.ordering import make_ordering
 from conflux_jax.scheduler.pressure import secure_pages
 from conflux_jax.scheduler.state import Phase, RequestState, Running
 
@@ -53,12 +57,27 @@ class Load:
     num_waiting: int
     prefill_tokens: int  # not prefilled yet, of the waiting and the partly prefilled
     num_preemptions: int  # since the start
+    # Measured over predicted seconds, of iterations without and with prefill; 1 without a model.
+    latency_corrections: tuple[float, float]
+
+
+PACE_STEP = 0.1  # share of the newest iteration in the mean pace
+
+
+class InFlight(NamedTuple):
+    """What is kept of a plan until its results are here. is_full: prefill used all its budget."""
+
+    iteration: int
+    samplers: list[RequestState]
+    shape: IterationShape | None
+    is_full: bool
 
 
 class Scheduler:
     """See the module. Raises ValueError when ladders, pool and limits do not belong together.
 
-    max_model_len: most tokens of prompt plus output of one request.
+    max_model_len: most tokens of prompt plus output of one request. predictor: the latency model;
+    None: iterations are filled to max_num_batched_tokens, whatever targets requests have.
     """
 
     def __init__(
@@ -67,28 +86,34 @@ class Scheduler:
         geometry: PoolGeometry,
         ladders: Ladders,
         max_model_len: int,
-        ordering: Ordering | None = None,
+        predictor: LatencyPredictor | None = None,
     ):
         self._config = config
         self._geometry = geometry
         self._ladders = ladders
-        self._level = -(-config.max_num_batched_tokens // geometry.groups)
+        self._budget = Budget(geometry, ladders, config.max_num_batched_tokens, predictor)
         self._check_ladders()
         self._limits = RequestLimits(max_model_len, geometry)
         self._requests: dict[str, RequestState] = {}
-        self._queue: Ordering = FirstComeFirstServed() if ordering is None else ordering
+        self._queue = make_ordering(config)
         self._running = Running(geometry)
         self._memory = Memory(
-            geometry, config.max_num_seqs, ladders.max_decodes, config.handoff_pages
+            geometry,
+            config.max_num_seqs,
+            ladders.max_decodes,
+            config.handoff_pages,
+            config.packing_threshold,
         )
-        self._in_flight: deque[tuple[int, list[RequestState]]] = deque()
+        self._in_flight: deque[InFlight] = deque()
+        self._pace = math.inf  # prefill tokens a second, of iterations with all they had room for
         self._iteration = 0
         self._arrivals = 0
         self._preemptions = 0
 
     def _check_ladders(self) -> None:
-        if self._ladders.rows[-1] < self._level:
-            raise ValueError(f"rows ladder ends at {self._ladders.rows[-1]}, below {self._level}")
+        level = self._budget.max_level
+        if self._ladders.rows[-1] < level:
+            raise ValueError(f"rows ladder ends at {self._ladders.rows[-1]}, below {level}")
         if self._geometry.needs_handoff != self._ladders.handoff:
             raise ValueError("ladders have hand-off variants exactly where KV is handed over")
         if self._geometry.groups == 1 and self._ladders.max_decodes < self._config.max_num_seqs:
@@ -109,9 +134,19 @@ class Scheduler:
         if len(self._queue) >= self._config.max_waiting:
             raise QueueFull(f"max_waiting: {self._config.max_waiting} requests are queued")
         state = RequestState(request, self._arrivals)
+        self._set_targets(state)
         self._arrivals += 1
         self._requests[request.request_id] = state
         self._queue.add(state)
+
+    def _set_targets(self, state: RequestState) -> None:
+        params, config = state.request.params, self._config
+        ttft_slo_s = config.ttft_slo_s if params.ttft_slo_s is None else params.ttft_slo_s
+        tbt_slo_s = config.tbt_slo_s if params.tbt_slo_s is None else params.tbt_slo_s
+        if ttft_slo_s is not None:
+            state.deadline_s = state.request.arrival_s + ttft_slo_s
+        if tbt_slo_s is not None:
+            state.tbt_slo_s = tbt_slo_s
 
     def cancel(self, request_id: str) -> bool:
         """End a request now, in any phase: what it holds is free, and no event of it comes after.
@@ -131,7 +166,8 @@ class Scheduler:
 
     def load(self) -> Load:
         prefilling = self._running.prefilling.values()
-        started = sum(len(state.token_ids) - state.num_tokens for state in prefilling)
+        started = sum(state.prefill_left for state in prefilling)
+        corrections = self._budget.corrections
         return Load(
             num_decodes=tuple(self._memory.num_rows),
             context_tokens=tuple(self._memory.context_tokens),
@@ -140,6 +176,7 @@ class Scheduler:
             num_waiting=len(self._queue),
             prefill_tokens=started + self._queue.num_tokens,
             num_preemptions=self._preemptions,
+            latency_corrections=(corrections[False].ratio, corrections[True].ratio),
         )
 
     def _free_pages(self) -> tuple[int, ...]:
@@ -173,10 +210,12 @@ class Scheduler:
         self._plan_prefill(draft, now)
         self._plan_handoffs(draft)
         self._settle(draft)
-        plan = draft.seal(self._iteration, self._ladders, self._level)
-        if plan is not None:
-            self._in_flight.append((plan.iteration, draft.samplers))
-            self._iteration += 1
+        if draft.is_empty:
+            return None
+        plan = draft.seal(self._iteration, self._budget, self._ladders)
+        is_full = draft.budget > 0 and plan.num_prefill_tokens == draft.budget
+        self._in_flight.append(InFlight(self._iteration, draft.samplers, draft.shape, is_full))
+        self._iteration += 1
         return plan
 
     def _secure_pages(self, draft: Draft) -> None:
@@ -187,44 +226,65 @@ class Scheduler:
 
     def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running decode."""
-        for group, table in enumerate(self._running.decoding):
+        tables = self._running.decoding
+        draft.load = Decodes([len(t) for t in tables], [t.context_tokens for t in tables])
+        if self._budget.predictor is not None:
+            draft.load = replace(
+                draft.load,
+                longest=max(table.longest_context for table in tables),
+                target_s=min(
+                    owner.tbt_slo_s for owner in chain(tables, self._running.handing.values())
+                ),
+            )
+        for group, table in enumerate(tables):
             draft.samplers += table.states
             rows, ending = table.advance()
             draft.decodes.append(rows)
             draft.ending += ending
             self._memory.context_tokens[group] += len(rows)
 
-    def _prefill_budget(self, loads: Sequence[int]) -> int:
-        """Prefill tokens that fit beside `loads` decodes: up to the level in each group, and up to
-        max_num_batched_tokens in all. Where decodes alone use that, prefill waits for some to end.
-
-        Worked: decodes 40, 10, 10, 0 and 1,200 batched tokens: a level of 300 leaves 260 + 290 +
-        290 + 300 = 1,140, which is also 1,200 - 60. Decodes 400, 10, 10, 0 leave 0 + 290 + 290 +
-        300 = 880 by the levels, but 1,200 - 420 = 780 in all.
-        """
-        under = sum(self._level - load for load in loads if load < self._level)
-        return min(under, self._config.max_num_batched_tokens - sum(loads))
-
     def _plan_prefill(self, draft: Draft, now: float) -> None:
-        """Chunks up to the budget: partly prefilled prompts first, then new ones."""
-        budget = draft.budget = self._prefill_budget([len(rows) for rows in draft.decodes])
-        for state in self._started(now):
-            if budget <= 0 or len(draft.chunks) >= self._config.max_prefill_segments:
-                return
-            budget -= self._plan_chunk(draft, state, budget)
+        """Chunks up to the budget, of the partly prefilled and the waiting, by order."""
+        config, started = self._config, list(self._running.prefilling.values())
+        self._queue.look(started)
         # After a preemption memory is short: to admit another one now would only bring the next.
-        if not draft.preempted and self._memory.has_slot and len(self._queue):
-            self._admit(draft, budget, now)
+        admits = not draft.preempted and self._memory.has_slot and len(self._queue)
+        candidates = find_candidates(
+            started,
+            self._queue,
+            self._memory if admits else None,
+            config.max_bypass,
+            config.max_prefill_segments,
+            now,
+            self._pace,
+        )
+        chosen = self._budget.choose(draft.load, [candidate.span for candidate in candidates])
+        draft.budget = chosen.tokens
+        for candidate, length in zip(candidates, chosen.lengths, strict=True):
+            if length and (
+                candidate.state.phase is not Phase.WAITING or self._admit(draft, candidate)
+            ):
+                self._plan_chunk(draft, candidate.state, length)
 
-    def _started(self, now: float) -> list[RequestState]:
-        prefilling = self._running.prefilling
-        return self._queue.started(prefilling.values(), now) if prefilling else []
+    def _admit(self, draft: Draft, candidate: Candidate) -> bool:
+        """Out of the queue into a slot; False where a placement of this pass took the pages."""
+        state = candidate.state
+        if not self._memory.room().fits(state):
+            return False
+        for overtaken in candidate.overtakes:
+            overtaken.bypassed += 1
+        self._queue.admit(state)
+        self._memory.admit(state)
+        self._running.enter(state, Phase.PREFILLING)
+        state.bypassed = 0
+        draft.admissions.append(
+            Admission(state.slot, state.request, state.token_ids, state.prefill_pages)
+        )
+        return True
 
-    def _plan_chunk(self, draft: Draft, state: RequestState, budget: int) -> int:
-        """The next tokens of an admitted prompt; returns how many."""
-        left = len(state.token_ids) - state.num_tokens
-        length = min(left, budget)
-        is_last = length == left
+    def _plan_chunk(self, draft: Draft, state: RequestState, length: int) -> None:
+        """The next `length` tokens of an admitted prompt."""
+        is_last = length == state.prefill_left
         draft.chunks.append(
             PrefillChunk(state.request_id, state.slot, state.num_tokens, length, is_last)
         )
@@ -233,7 +293,6 @@ class Scheduler:
             self._complete_prefill(draft, state)
         else:
             self._place_early(draft, state)
-        return length
 
     def _place_early(self, draft: Draft, state: RequestState) -> None:
         """A decode group for a prompt that is nearly done, so that its pages can go meanwhile. Only
@@ -241,8 +300,7 @@ class Scheduler:
         if not self._geometry.needs_handoff or state.group >= 0 or state.unplanned <= 1:
             return
         pages = self._geometry.decode_pages(len(state.token_ids))
-        left = len(state.token_ids) - state.num_tokens
-        nearly = is_nearly_done(pages, left, draft.budget, self._config.handoff_pages)
+        nearly = is_nearly_done(pages, state.prefill_left, draft.budget, self._config.handoff_pages)
         if nearly and self._memory.place(state):
             draft.add_placement(state)
 
@@ -261,46 +319,6 @@ class Scheduler:
         draft.add_placement(state)
         if not self._geometry.needs_handoff:
             draft.handed.append(state)  # its KV lies where it decodes
-
-    def _admit(self, draft: Draft, budget: int, now: float) -> None:
-        """Start waiting prompts while there is budget, by order. One for which memory is short may
-        be overtaken by max_bypass others, counted on itself; then none is admitted before it.
-        At most max_bypass entries behind the first such one are looked at."""
-        bound = self._config.max_bypass
-        unpledged = self._memory.unpledged_pages()
-        skipped: list[RequestState] = []
-        admitted: list[RequestState] = []
-        looked = 0
-        for state in self._queue.waiting(now):
-            segments = len(draft.chunks)
-            if budget <= 0 or segments >= self._config.max_prefill_segments or looked > bound:
-                break
-            if state.in_flight or not self._memory.fits(state, unpledged):
-                if state.bypassed >= bound:
-                    break
-                skipped.append(state)
-                looked += 1
-                continue
-            admitted.append(state)
-            self._start(draft, state)
-            budget -= self._plan_chunk(draft, state, budget)
-            unpledged = self._memory.unpledged_pages()
-            looked += bool(skipped)
-            for overtaken in skipped:
-                overtaken.bypassed += 1
-            if not self._memory.has_slot or any(s.bypassed >= bound for s in skipped):
-                break
-        for state in admitted:
-            self._queue.remove(state)
-
-    def _start(self, draft: Draft, state: RequestState) -> None:
-        """Out of the queue (the caller removes it) into a slot."""
-        self._memory.admit(state)
-        self._running.enter(state, Phase.PREFILLING)
-        state.bypassed = 0
-        draft.admissions.append(
-            Admission(state.slot, state.request, state.token_ids, state.prefill_pages)
-        )
 
     def _plan_handoffs(self, draft: Draft) -> None:
         """Pages on their way: first of the prompts that wait for nothing else to decode."""
@@ -327,13 +345,16 @@ class Scheduler:
 
         Raises ValueError when `plan` is not that plan, or `output` not of its size.
         """
-        iteration, samplers = self._in_flight[0] if self._in_flight else (None, [])
-        if plan.iteration != iteration:
-            raise ValueError(f"iteration {plan.iteration} committed, {iteration} is the oldest")
+        oldest = self._in_flight[0] if self._in_flight else None
+        if oldest is None or plan.iteration != oldest.iteration:
+            expected = None if oldest is None else oldest.iteration
+            raise ValueError(f"iteration {plan.iteration} committed, {expected} is the oldest")
+        samplers = oldest.samplers
         token_ids: list[int] = output.token_ids.tolist()
         if len(token_ids) != len(samplers):
             raise ValueError(f"{len(token_ids)} tokens came back for {len(samplers)} samples")
         self._in_flight.popleft()
+        self._learn(plan, oldest, output.elapsed_s)
         gone, logprobs = Phase.GONE, output.logprobs
         events = []
         for state, token_id in zip(samplers, token_ids, strict=True):
@@ -351,3 +372,12 @@ class Scheduler:
             report = logprobs.get(state.request_id) if logprobs else None
             events.append(TokenEvent(state.request_id, token_id, reason, report))
         return events
+
+    def _learn(self, plan: IterationPlan, entry: InFlight, elapsed_s: float) -> None:
+        """From what an iteration took."""
+        if entry.shape is not None:
+            self._budget.observe(entry.shape, elapsed_s)
+        if entry.is_full and elapsed_s > 0.0:
+            pace = plan.num_prefill_tokens / elapsed_s
+            known = not math.isinf(self._pace)
+            self._pace = self._pace + PACE_STEP * (pace - self._pace) if known else pace

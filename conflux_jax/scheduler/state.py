@@ -9,6 +9,7 @@ every sample is planned, nothing is held any more, some results are still on the
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -40,6 +41,8 @@ class RequestState:
     order: int
     request_id: str = ""
     stop_token_ids: frozenset[int] = frozenset()  # those that end it: none with ignore_eos
+    deadline_s: float = math.inf  # of the first token, on the clock of arrivals
+    tbt_slo_s: float = math.inf
     phase: Phase = Phase.WAITING
     outputs: list[int] = field(default_factory=list)
     num_planned: int = 0
@@ -79,6 +82,11 @@ class RequestState:
     @property
     def unplanned(self) -> int:
         return self.request.max_output_tokens - self.num_planned - self.num_decoded
+
+    @property
+    def prefill_left(self) -> int:
+        """Tokens still to prefill, of one that waits or is partly prefilled."""
+        return (len(self.token_ids) - self.num_tokens) if self.token_ids else self.length
 
     @property
     def length(self) -> int:

@@ -23,13 +23,16 @@ def make_request(
     max_tokens: int = 16,
     ignore_eos: bool = True,
     eos: frozenset[int] = EOS,
+    arrival_s: float = 0.0,
+    **params: Any,
 ) -> Request:
-    """`prompt`: its tokens, or how many (then its tokens depend on the id)."""
+    """`prompt`: its tokens, or how many (then its tokens depend on the id). `params`: more of
+    SamplingParams."""
     if isinstance(prompt, int):
         start = sum(map(ord, request_id))
         prompt = [(start + i * i) % VOCAB for i in range(prompt)]
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos)
-    return Request(request_id, tuple(prompt), params, max_tokens, eos)
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=ignore_eos, **params)
+    return Request(request_id, tuple(prompt), sampling, max_tokens, eos, 0, arrival_s)
 
 
 class Harness:
@@ -67,7 +70,7 @@ class Harness:
         return self.executor.plans
 
     def add(self, request_id: str, prompt: int | Sequence[int], max_tokens: int = 16, **more):
-        request = make_request(request_id, prompt, max_tokens, **more)
+        request = make_request(request_id, prompt, max_tokens, arrival_s=self._time, **more)
         self.scheduler.add(request)
         if request_id in self.ends:  # the id was used before
             self._check_answer(request_id)
@@ -160,8 +163,7 @@ class Harness:
             assert memory.unhanded[group] == (unhanded if self.geometry.needs_handoff else 0)
         slots = [s.slot for s in holding] + memory._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs))
-        queued = list(scheduler._queue.waiting(0.0))
-        assert [s.order for s in queued] == sorted(s.order for s in queued)
+        queued = list(scheduler._queue.waiting(self._time, scheduler._pace))
         assert len(queued) == len(scheduler._queue)
         assert scheduler._queue.num_tokens == sum(s.queued_tokens for s in queued)
         running = scheduler._running
@@ -172,7 +174,7 @@ class Harness:
         listed += [s for s in states if s.phase.value == "draining"]
         assert {id(s) for s in listed} == {id(s) for s in states} and len(listed) == len(states)
         for s in states:
-            assert s.in_flight == sum(s in samplers for _, samplers in scheduler._in_flight)
+            assert s.in_flight == sum(s in entry.samplers for entry in scheduler._in_flight)
             assert s.unplanned >= 0
             assert s.bypassed <= self.config.max_bypass
 

@@ -26,6 +26,32 @@ def test_choice(context, can_hold, tokens, iterations, group):
     assert choose_group(context, can_hold, tokens, iterations) == group
 
 
+def test_short_of_memory_the_fullest_group_that_can_hold_it():
+    free = (40, 9, 12)
+    assert choose_group((1, 900, 500), ALL, 50, (1, 1, 1), packed=free) == 1
+    assert choose_group((1, 900, 500), (True, False, True), 50, (1, 1, 1), packed=free) == 2
+    assert choose_group((1, 900, 500), (False,) * 3, 50, (1, 1, 1), packed=free) == -1
+
+
+def test_past_the_threshold_free_pages_stay_together():
+    """Two groups of 64 pages of 4 tokens. Two prompts of 130 tokens leave 31 pages or fewer on each. By
+    context the next two of 20 tokens would be one on each; with a threshold of half the pages in
+    use, both go to one group, and the other keeps all it had."""
+    for threshold, together in ((1.0, False), (0.5, True)):
+        harness = Harness(
+            groups=2, max_num_batched_tokens=64, packing_threshold=threshold, handoff_pages=64
+        )
+        for request_id, length in (("a", 130), ("b", 130)):
+            harness.add(request_id, length, 30)
+        harness.run(8)
+        for request_id in ("c", "d"):
+            harness.add(request_id, 20, 6)
+        harness.run(3)
+        a, b, c, d = (p.group for plan in harness.plans for p in plan.placements)
+        assert a != b and (c == d) == together
+        harness.drain()
+
+
 def test_requests_spread_by_context():
     harness = Harness(groups=3, max_num_batched_tokens=96)
     for request_id, length in (("long", 20), ("short", 4), ("middle", 9), ("next", 5)):

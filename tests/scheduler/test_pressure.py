@@ -144,7 +144,9 @@ def test_a_stop_that_comes_for_a_preempted_request_ends_it():
 def test_the_oldest_prompt_takes_decode_pages_from_younger_requests():
     """Hand-off under pressure, two groups of 16 pages. "old" is overtaken by two light requests,
     one in each group; while it is prefilled they grow into the pages that were pledged to it."""
-    harness = Harness(groups=2, num_pages=16, page_tokens=2, max_num_batched_tokens=4)
+    harness = Harness(
+        groups=2, num_pages=16, page_tokens=2, max_num_batched_tokens=4, packing_threshold=1.0
+    )
     scheduler = harness.scheduler
     for request_id in ("big0", "big1"):
         harness.add(request_id, 8, 13)
@@ -153,12 +155,12 @@ def test_the_oldest_prompt_takes_decode_pages_from_younger_requests():
     harness.add("old", 16, 4)
     harness.add("light0", 4, 17)
     harness.add("light1", 4, 17)
-    while sum(scheduler.load().num_decodes) < 4:
+    while sum(scheduler.load().num_decodes) < 4 or scheduler.load().num_prefilling:
         harness.turn()
     assert "old" not in admitted(harness)
     for request_id in ("big0", "big1"):
         harness.cancel(request_id)
-    while not scheduler.load().num_preemptions:
+    while scheduler.has_work and not scheduler.load().num_preemptions:
         harness.turn()
         harness.audit()
     plan = harness.plans[-1]

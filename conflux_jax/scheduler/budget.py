@@ -1,0 +1,168 @@
+"""How much prefill an iteration takes beside its decodes.
+
+The level C is the number of rows that a group may have. It is chosen so that the iteration, with
+the very chunks that would run at it, is predicted to end within the tightest target of the running
+decodes; where none is set or no latency model is there, it is `max_num_batched_tokens` over the
+groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from conflux_jax.plan import Bucket, PoolGeometry
+from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.correction import Correction
+from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor, prefill_work
+from conflux_jax.scheduler.waterfill import waterfill
+
+
+@dataclass(frozen=True, slots=True)
+class Decodes:
+    """The decode side of an iteration. loads: rows of each group. contexts: KV tokens that they
+    read. longest: of one row. target_s: the tightest TBT target of them; infinite where none is."""
+
+    loads: Sequence[int]
+    contexts: Sequence[int]
+    longest: int = 0
+    target_s: float = math.inf
+
+
+NO_DECODES = Decodes((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """lengths: tokens of each prompt. tokens: that the level has room for. predicted_s: corrected,
+    0 without a latency model."""
+
+    level: int
+    tokens: int
+    lengths: list[int]
+    predicted_s: float = 0.0
+
+
+class Budget:
+    """predictor: None where no profile is given; then targets are not looked at."""
+
+    def __init__(
+        self,
+        geometry: PoolGeometry,
+        ladders: Ladders,
+        max_num_batched_tokens: int,
+        predictor: LatencyPredictor | None = None,
+    ):
+        self.max_level = -(-max_num_batched_tokens // geometry.groups)
+        self.predictor = predictor
+        self.corrections = {False: Correction(), True: Correction()}  # with prefill: True
+        self._geometry, self._ladders = geometry, ladders
+        self._most = max_num_batched_tokens
+        rungs = [rows for rows in ladders.rows if rows < self.max_level]
+        self._levels = [*rungs, self.max_level]
+
+    def room(self, level: int, loads: Sequence[int]) -> int:
+        """Prefill tokens that fit beside `loads` decodes: up to the level in each group, and up to
+        max_num_batched_tokens in all. Where decodes alone use that, prefill waits for some to end.
+
+        Worked: decodes 40, 10, 10, 0 and 1,200 batched tokens: a level of 300 leaves 260 + 290 +
+        290 + 300 = 1,140, which is also 1,200 - 60. Decodes 400, 10, 10, 0 leave 0 + 290 + 290 +
+        300 = 880 by the levels, but 1,200 - 420 = 780 in all.
+        """
+        under = sum([level - load for load in loads if load < level])
+        return max(0, min(under, self._most - sum(loads)))
+
+    def choose(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
+        """The level for an iteration. prompts: (tokens done, tokens left) of those that would have
+        a chunk, first served first.
+
+        With a target: the highest rung of the ladder that is predicted to meet it; predictions rise
+        with the rung, so it is found by bisection. None meets it: no prefill now, unless the
+        decodes alone miss it; then prefill goes on at the lowest rung, since to hold it back would
+        save nothing and could last for ever. Without: the rung of most tokens a second.
+        """
+        if self.predictor is None or not prompts:
+            return self._fill(self.max_level, decodes, prompts)
+        if math.isinf(decodes.target_s):
+            options = [self._predicted(level, decodes, prompts) for level in self._levels]
+            return max(options, key=lambda c: sum(c.lengths) / c.predicted_s)
+        low, high = -1, len(self._levels) - 1  # rungs: `low` meets the target, all above `high` not
+        best = Chosen(0, 0, [0] * len(prompts))
+        while low < high:
+            middle = (low + high + 1) // 2
+            chosen = self._predicted(self._levels[middle], decodes, prompts)
+            if chosen.predicted_s <= decodes.target_s:
+                low, best = middle, chosen
+            else:
+                high = middle - 1
+        if low < 0 and self.predict_s(self._shape(decodes, best, prompts)) > decodes.target_s:
+            return self._lowest(decodes, prompts)
+        return best
+
+    def predict_s(self, shape: IterationShape) -> float:
+        """Corrected, with the margin that holds targets; 0 without a model."""
+        if self.predictor is None:
+            return 0.0
+        factor = self.corrections[shape.bucket.prefill].factor
+        return self.predictor.predict_s(shape) * factor
+
+    def observe(self, shape: IterationShape, elapsed_s: float) -> None:
+        """What an iteration of that shape took."""
+        if self.predictor is not None:
+            predicted_s = self.predictor.predict_s(shape)
+            self.corrections[shape.bucket.prefill].observe(predicted_s, elapsed_s)
+
+    def shape(
+        self, decodes: Decodes, chunks: Sequence[tuple[int, int]], bucket: Bucket
+    ) -> IterationShape:
+        """chunks: (start, length). Where pages are shared, decode attention is spread over the
+        groups."""
+        contexts = decodes.contexts
+        total = sum(contexts)
+        return IterationShape(
+            bucket=bucket,
+            context_tokens=-(-total // len(contexts)) if self._geometry.shared else max(contexts),
+            all_context_tokens=total,
+            longest_context=decodes.longest,
+            num_chunks=len(chunks),
+            prefill_tokens=sum([length for _, length in chunks]),
+            prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
+        )
+
+    def _lowest(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
+        """At the lowest rung that has room."""
+        for level in self._levels:
+            chosen = self._predicted(level, decodes, prompts)
+            if chosen.tokens:
+                return chosen
+        return Chosen(0, 0, [0] * len(prompts))
+
+    def _predicted(
+        self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]
+    ) -> Chosen:
+        chosen = self._fill(level, decodes, prompts)
+        predicted_s = max(self.predict_s(self._shape(decodes, chosen, prompts)), 1e-9)
+        return Chosen(level, chosen.tokens, chosen.lengths, predicted_s)
+
+    def _fill(self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
+        tokens = left = self.room(level, decodes.loads)
+        lengths = []
+        for _, wanted in prompts:
+            lengths.append(min(wanted, left))
+            left -= lengths[-1]
+        return Chosen(level, tokens, lengths)
+
+    def _shape(
+        self, decodes: Decodes, chosen: Chosen, prompts: Sequence[tuple[int, int]]
+    ) -> IterationShape:
+        chunks = [
+            (start, length)
+            for (start, _), length in zip(prompts, chosen.lengths, strict=True)
+            if length
+        ]
+        total = sum(chosen.lengths)
+        shares = waterfill(decodes.loads, max(chosen.level, 1), total) if total else ()
+        shares = shares or (0,) * len(decodes.loads)
+        bucket = self._ladders.fit(decodes.loads, shares, self._geometry.needs_handoff)
+        return self.shape(decodes, chunks, bucket)
