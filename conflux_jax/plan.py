@@ -212,7 +212,8 @@ class IterationPlan:
 class StepOutput:
     """What came back from the device, in the order of `IterationPlan.samples`.
 
-    token_ids: int array [samples]. logprobs: by request id, for those that asked.
+    token_ids: int array [samples]. elapsed_s: from the launch, or from the end of the iteration
+    before where that was later. logprobs: by request id, for those that asked.
     """
 
     token_ids: np.ndarray

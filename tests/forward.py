@@ -13,7 +13,7 @@ from conflux_jax.execution.runner import Runner
 from conflux_jax.execution.step import StepState, forward, state_specs
 from conflux_jax.models.decoder import abstract_decoder
 from conflux_jax.models.spec import WeightSource
-from conflux_jax.plan import Admission, IterationPlan, PrefillChunk
+from conflux_jax.plan import Admission, DecodeRows, IterationPlan, PrefillChunk
 from conflux_jax.request import Request, SamplingParams
 from conflux_jax.scheduler.waterfill import waterfill
 
@@ -48,7 +48,7 @@ def forward_logits(
         plan = IterationPlan(
             iteration=start,
             bucket=bucket,
-            decodes=((),) * sp,
+            decodes=(DecodeRows.of(),) * sp,
             chunks=(PrefillChunk("prompt", 0, start, length, False),),
             prefill_shares=shares,
             admissions=(admission,) if start == 0 else (),

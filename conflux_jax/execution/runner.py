@@ -92,6 +92,7 @@ class Runner:
         )
         self._buffer_sharding = NamedSharding(mesh, PartitionSpec("sp"))
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
+        self._last_done_s = 0.0
         slots = jnp.zeros(self.limits.max_slots, jnp.int32)
         self._state = StepState(
             PoolShape(dims, geometry).allocate(mesh),
@@ -148,7 +149,9 @@ class Runner:
         batch, sampled = ticket.batch, ticket.sampled
         at = batch.sample_group, batch.sample_index
         token_ids = np.asarray(sampled.token_ids)[at]
-        elapsed_s = time.perf_counter() - ticket.launched_s
+        done_s = time.perf_counter()
+        elapsed_s = done_s - max(ticket.launched_s, self._last_done_s)
+        self._last_done_s = done_s
         return StepOutput(token_ids, elapsed_s, self._logprobs(batch, sampled))
 
     def close(self) -> None:

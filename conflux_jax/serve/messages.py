@@ -104,5 +104,7 @@ def load_of(load: Load, info: ModelInfo, accepting: bool) -> pb.GetLoadResponse:
         num_prefilling=load.num_prefilling,
         prefill_tokens=load.prefill_tokens,
         num_preemptions=load.num_preemptions,
+        decode_latency_correction=load.latency_corrections[0],
+        prefill_latency_correction=load.latency_corrections[1],
         accepting=accepting,
     )

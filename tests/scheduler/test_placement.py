@@ -34,9 +34,9 @@ def test_short_of_memory_the_fullest_group_that_can_hold_it():
 
 
 def test_past_the_threshold_free_pages_stay_together():
-    """Two groups of 64 pages of 4 tokens. Two prompts of 130 tokens leave 31 pages or fewer on each. By
-    context the next two of 20 tokens would be one on each; with a threshold of half the pages in
-    use, both go to one group, and the other keeps all it had."""
+    """Two groups of 64 pages of 4 tokens. Prompts of 130 tokens take more than half on each. By
+    context the next two of 20 tokens would be one on each group; with a threshold of half the pages
+    in use, both go to one group, and the other keeps all it had."""
     for threshold, together in ((1.0, False), (0.5, True)):
         harness = Harness(
             groups=2, max_num_batched_tokens=64, packing_threshold=threshold, handoff_pages=64

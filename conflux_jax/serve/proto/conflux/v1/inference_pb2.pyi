@@ -167,20 +167,24 @@ class GetLoadRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetLoadResponse(_message.Message):
-    __slots__ = ("groups", "num_waiting", "num_prefilling", "prefill_tokens", "num_preemptions", "accepting")
+    __slots__ = ("groups", "num_waiting", "num_prefilling", "prefill_tokens", "num_preemptions", "accepting", "decode_latency_correction", "prefill_latency_correction")
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     NUM_PREFILLING_FIELD_NUMBER: _ClassVar[int]
     PREFILL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTING_FIELD_NUMBER: _ClassVar[int]
+    DECODE_LATENCY_CORRECTION_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_LATENCY_CORRECTION_FIELD_NUMBER: _ClassVar[int]
     groups: _containers.RepeatedCompositeFieldContainer[GroupLoad]
     num_waiting: int
     num_prefilling: int
     prefill_tokens: int
     num_preemptions: int
     accepting: bool
-    def __init__(self, groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., accepting: _Optional[bool] = ...) -> None: ...
+    decode_latency_correction: float
+    prefill_latency_correction: float
+    def __init__(self, groups: _Optional[_Iterable[_Union[GroupLoad, _Mapping]]] = ..., num_waiting: _Optional[int] = ..., num_prefilling: _Optional[int] = ..., prefill_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., accepting: _Optional[bool] = ..., decode_latency_correction: _Optional[float] = ..., prefill_latency_correction: _Optional[float] = ...) -> None: ...
 
 class GroupLoad(_message.Message):
     __slots__ = ("num_decodes", "context_tokens", "free_pages", "num_pages")
