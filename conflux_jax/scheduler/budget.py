@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from conflux_jax.plan import Bucket, PoolGeometry
 from conflux_jax.scheduler.buckets import Ladders
@@ -19,8 +19,7 @@ from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor
 from conflux_jax.scheduler.waterfill import waterfill
 
 
-@dataclass(frozen=True, slots=True)
-class Decodes:
+class Decodes(NamedTuple):
     """The decode side of an iteration. loads: rows of each group. contexts: KV tokens that they
     read. longest: of one row. target_s: the tightest TBT target of them; infinite where none is."""
 
@@ -33,8 +32,7 @@ class Decodes:
 NO_DECODES = Decodes((), ())
 
 
-@dataclass(frozen=True, slots=True)
-class Chosen:
+class Chosen(NamedTuple):
     """lengths: tokens of each prompt. tokens: that the level has room for. predicted_s: corrected,
     0 without a latency model."""
 
@@ -61,6 +59,7 @@ class Budget:
         self._most = max_num_batched_tokens
         rungs = [rows for rows in ladders.rows if rows < self.max_level]
         self._levels = [*rungs, self.max_level]
+        self._last = 0  # rung that was chosen last: where the next search begins
 
     def room(self, level: int, loads: Sequence[int]) -> int:
         """Prefill tokens that fit beside `loads` decodes: up to the level in each group, and up to
@@ -72,6 +71,10 @@ class Budget:
         """
         under = sum([level - load for load in loads if load < level])
         return max(0, min(under, self._most - sum(loads)))
+
+    def most_room(self, loads: Sequence[int]) -> int:
+        """Prefill tokens that any level leaves room for."""
+        return self.room(self.max_level, loads)
 
     def choose(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         """The level for an iteration. prompts: (tokens done, tokens left) of those that would have
@@ -89,13 +92,16 @@ class Budget:
             return max(options, key=lambda c: sum(c.lengths) / c.predicted_s)
         low, high = -1, len(self._levels) - 1  # rungs: `low` meets the target, all above `high` not
         best = Chosen(0, 0, [0] * len(prompts))
+        probe = min(self._last, high)  # it mostly stays, and then two looks are enough
         while low < high:
-            middle = (low + high + 1) // 2
-            chosen = self._predicted(self._levels[middle], decodes, prompts)
+            chosen = self._predicted(self._levels[probe], decodes, prompts)
             if chosen.predicted_s <= decodes.target_s:
-                low, best = middle, chosen
+                low, best = probe, chosen
+                probe = low + 1 if low == self._last else (low + high + 1) // 2
             else:
-                high = middle - 1
+                high = probe - 1
+                probe = high if probe == self._last else (low + high + 1) // 2
+        self._last = max(low, 0)
         if low < 0 and self.predict_s(self._shape(decodes, best, prompts)) > decodes.target_s:
             return self._lowest(decodes, prompts)
         return best
@@ -143,7 +149,7 @@ class Budget:
     ) -> Chosen:
         chosen = self._fill(level, decodes, prompts)
         predicted_s = max(self.predict_s(self._shape(decodes, chosen, prompts)), 1e-9)
-        return Chosen(level, chosen.tokens, chosen.lengths, predicted_s)
+        return chosen._replace(predicted_s=predicted_s)
 
     def _fill(self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         tokens = left = self.room(level, decodes.loads)

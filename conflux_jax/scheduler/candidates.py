@@ -29,26 +29,30 @@ def find_candidates(
     queue: Ordering,
     memory: Memory | None,
     bound: int,
-    most: int,
+    most: tuple[int, int],
     now: float,
     pace: float,
 ) -> list[Candidate]:
-    """At most `most` of the partly prefilled (`started`) and the waiting that memory has room for,
-    by rank. memory: None admits nobody. bound: `max_bypass`. Nothing is changed."""
+    """Of the partly prefilled (`started`) and the waiting that memory has room for, the first by
+    rank: at most so many, and no more once they have so many tokens left (`most`). memory: None
+    admits nobody. bound: `max_bypass`. Nothing is changed."""
 
     def rank(state: RequestState):
         return queue.rank(state, now, pace)
 
     pending = sorted(started, key=rank, reverse=True)
     found: list[Candidate] = []
+    count, tokens = most
     with closing(_admissible(queue, memory, bound, now, pace)) as waiting:
         head = next(waiting, None)
-        while len(found) < most and (pending or head is not None):
+        while len(found) < count and tokens > 0 and (pending or head is not None):
             if head is None or (pending and rank(pending[-1]) <= rank(head.state)):
                 found.append(Candidate(pending.pop()))
+                tokens -= found[-1].state.prefill_left
             else:
                 found.append(head)
-                head = next(waiting, None) if len(found) < most else None
+                tokens -= head.state.prefill_left
+                head = next(waiting, None) if len(found) < count and tokens > 0 else None
     return found
 
 

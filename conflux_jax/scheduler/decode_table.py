@@ -1,7 +1,7 @@
-"""The running decodes of one group, a column for each number that every iteration moves.
+"""The running decodes, a column for each number that every iteration moves.
 
-A thousand rows go forward by a few NumPy operations; Python looks only at those to which something
-happens: a page to open, an end.
+Thousands of rows go forward by a few NumPy operations; Python looks only at those to which
+something happens: a page to open, an end.
 """
 
 from __future__ import annotations
@@ -17,91 +17,107 @@ from conflux_jax.plan import DecodeRows
 if TYPE_CHECKING:
     from conflux_jax.scheduler.state import RequestState
 
-_SLOT, _POSITION, _NEW_PAGE, _CAPACITY, _END = range(5)
+_SLOT, _POSITION, _NEW_PAGE, _CAPACITY, _END, _IN_USE = range(6)
+_FREE_ROW = (0, 0, -1, -1, -1, 0)
 _FIRST_ROWS = 16
-NO_ROWS = DecodeRows.of()
 
 
 class DecodeTable:
-    """`states[i]` has row i: its slot, the position of its next token, the page that this opens
-    (-1: none), the tokens that its pages hold, and the position at which it has all its samples.
-    Who leaves is replaced by the last row.
+    """`states[group][row]` has a row: its slot, the position of its next token, the page that this
+    opens (-1: none), the tokens that its pages hold, and the position at which it has all its
+    samples. Who leaves is replaced by the group's last row.
+
+    All groups are one array `[columns, groups, rows]`, since it is the number of operations that
+    costs, not their size. A row that is not in use has a capacity and an end that no position
+    reaches, and does not move.
     """
 
-    def __init__(self):
-        self.states: list[RequestState] = []
-        self._ids: list[str] = []
-        self._columns = np.zeros((5, _FIRST_ROWS), np.int32)
-        self._targets = np.zeros(_FIRST_ROWS)
-        self.context_tokens = 0  # that the next iteration's rows read
+    def __init__(self, groups: int):
+        self.states: list[list[RequestState]] = [[] for _ in range(groups)]
+        self.context_tokens = [0] * groups  # that the next iteration's rows read
+        self._ids: list[list[str]] = [[] for _ in range(groups)]
+        self._columns = self._free_rows(_FIRST_ROWS)
+        self._targets = np.full((groups, _FIRST_ROWS), math.inf)
 
-    def __len__(self) -> int:
-        return len(self.states)
+    def _free_rows(self, rows: int) -> np.ndarray:
+        column = np.array(_FREE_ROW, np.int32)[:, None, None]
+        return np.tile(column, (1, len(self.states), rows))
+
+    @property
+    def num_rows(self) -> list[int]:
+        """Of each group."""
+        return [len(states) for states in self.states]
+
+    @property
+    def longest_context(self) -> int:
+        return int(self._columns[_POSITION].max())
+
+    @property
+    def tbt_slo_s(self) -> float:
+        """The tightest target of all."""
+        return float(self._targets.min())
 
     def join(self, state: RequestState, capacity: int) -> None:
         """capacity: tokens that its pages hold."""
-        row = len(self.states)
-        if row == self._columns.shape[1]:
-            self._columns = np.concatenate([self._columns, np.zeros_like(self._columns)], axis=1)
-            self._targets = np.concatenate([self._targets, np.zeros_like(self._targets)])
+        group, row = state.group, len(self.states[state.group])
+        if row == self._columns.shape[2]:
+            self._columns = np.concatenate([self._columns, self._free_rows(row)], axis=2)
+            more = np.full_like(self._targets, math.inf)
+            self._targets = np.concatenate([self._targets, more], axis=1)
         end = state.num_tokens + state.unplanned
-        self._columns[:, row] = state.slot, state.num_tokens, -1, capacity, end
-        self._targets[row] = state.tbt_slo_s
-        self.context_tokens += state.num_tokens
-        self.states.append(state)
-        self._ids.append(state.request_id)
+        self._columns[:, group, row] = state.slot, state.num_tokens, -1, capacity, end, 1
+        self._targets[group, row] = state.tbt_slo_s
+        self.context_tokens[group] += state.num_tokens
+        self.states[group].append(state)
+        self._ids[group].append(state.request_id)
         state.table, state.row = self, row
 
     def leave(self, state: RequestState) -> None:
         decoded = state.num_decoded
         state.num_tokens += decoded
         state.num_planned += decoded
-        row, last = state.row, len(self.states) - 1
-        self.context_tokens -= state.num_tokens
-        self._columns[:, row] = self._columns[:, last]
-        self._targets[row] = self._targets[last]
-        self.states[row], self._ids[row] = self.states[last], self._ids[last]
-        self.states[row].row = row
-        self.states.pop()
-        self._ids.pop()
+        group, row = state.group, state.row
+        states, ids = self.states[group], self._ids[group]
+        last = len(states) - 1
+        self.context_tokens[group] -= state.num_tokens
+        self._columns[:, group, row] = self._columns[:, group, last]
+        self._columns[:, group, last] = _FREE_ROW
+        self._targets[group, row] = self._targets[group, last]
+        self._targets[group, last] = math.inf
+        states[row], ids[row] = states[last], ids[last]
+        states[row].row = row
+        states.pop()
+        ids.pop()
         state.table, state.row = None, -1
 
-    @property
-    def longest_context(self) -> int:
-        n = len(self.states)
-        return int(self._columns[_POSITION, :n].max()) if n else 0
+    def position(self, group: int, row: int) -> int:
+        return int(self._columns[_POSITION, group, row])
 
-    @property
-    def tbt_slo_s(self) -> float:
-        """The tightest target of these decodes."""
-        n = len(self.states)
-        return float(self._targets[:n].min()) if n else math.inf
+    def full(self) -> tuple[np.ndarray, np.ndarray]:
+        """Groups, rising, and rows whose next token needs a page."""
+        return (self._columns[_POSITION] == self._columns[_CAPACITY]).nonzero()
 
-    def position(self, row: int) -> int:
-        return int(self._columns[_POSITION, row])
-
-    def full(self) -> np.ndarray:
-        """Rows whose next token needs a page."""
-        n = len(self.states)
-        positions, capacities = self._columns[_POSITION, :n], self._columns[_CAPACITY, :n]
-        return (positions == capacities).nonzero()[0]
-
-    def open_pages(self, rows: np.ndarray, pages: Sequence[int], page_tokens: int) -> None:
+    def open_pages(
+        self, groups: np.ndarray, rows: np.ndarray, pages: Sequence[int], page_tokens: int
+    ) -> None:
         """One page for each of some rows."""
-        self._columns[_NEW_PAGE, rows] = pages
-        self._columns[_CAPACITY, rows] += page_tokens
-        for row, page in zip(rows.tolist(), pages, strict=True):
-            self.states[row].pages.append(page)
+        self._columns[_NEW_PAGE, groups, rows] = pages
+        self._columns[_CAPACITY, groups, rows] += page_tokens
+        for group, row, page in zip(groups.tolist(), rows.tolist(), pages, strict=True):
+            self.states[group][row].pages.append(page)
 
-    def advance(self) -> tuple[DecodeRows, list[RequestState]]:
-        """A row of the next iteration for everyone, and for whom it is the last."""
-        n = len(self.states)
-        if not n:
-            return NO_ROWS, []
-        slots, positions, new_pages = self._columns[: _NEW_PAGE + 1, :n].copy()
-        self._columns[_POSITION, :n] += 1
-        self.context_tokens += n
-        self._columns[_NEW_PAGE, :n] = -1
-        ends = (self._columns[_POSITION, :n] == self._columns[_END, :n]).nonzero()[0]
-        ending = [self.states[row] for row in ends.tolist()]
-        return DecodeRows(tuple(self._ids), slots, positions, new_pages), ending
+    def advance(self) -> tuple[list[DecodeRows], list[RequestState]]:
+        """For each group the rows of the next iteration, and all for whom it is the last."""
+        columns = self._columns
+        slots, positions, new_pages = columns[: _NEW_PAGE + 1].copy()
+        columns[_POSITION] += columns[_IN_USE]
+        columns[_NEW_PAGE] = -1
+        rows = []
+        for group, ids in enumerate(self._ids):
+            n = len(ids)
+            self.context_tokens[group] += n
+            taken = slots[group, :n], positions[group, :n], new_pages[group, :n]
+            rows.append(DecodeRows(tuple(ids), *taken))
+        groups, at = (columns[_POSITION] == columns[_END]).nonzero()
+        pairs = zip(groups.tolist(), at.tolist(), strict=True)
+        return rows, [self.states[group][row] for group, row in pairs]

@@ -10,7 +10,7 @@ placements only: a running decode that needs a page takes it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -187,22 +187,23 @@ class Memory:
         if not self.pool.num_free(pool):
             return False
         pages = self.pool.allocate(pool, 1)
-        state.table.open_pages(np.array([state.row]), pages, self.geometry.page_tokens)
+        at = np.array([state.group]), np.array([state.row])
+        state.table.open_pages(*at, pages, self.geometry.page_tokens)
         return True
 
-    def grow_all(self, tables: Sequence[DecodeTable]) -> bool:
+    def grow_all(self, table: DecodeTable) -> bool:
         """Open a page for every running decode that needs one. False, and nothing changed, where
-        some pool has too few. `tables`: of all groups."""
-        full = [table.full() for table in tables]
-        need = [0] * self.geometry.num_pools
-        for group, rows in enumerate(full):
-            need[self.geometry.pool_of(group)] += len(rows)
+        some pool has too few."""
+        groups, rows = table.full()
+        if not len(rows):
+            return True
+        need = np.bincount(groups, minlength=self.geometry.groups).tolist()
+        if self.geometry.shared:
+            need = [sum(need)]
         if any(pages > free for pages, free in zip(need, self.free_pages(), strict=True)):
             return False
-        for group, rows in enumerate(full):
-            if len(rows):
-                pages = self.pool.allocate(self.geometry.pool_of(group), len(rows))
-                tables[group].open_pages(rows, pages, self.geometry.page_tokens)
+        pages = chain.from_iterable(self.pool.allocate(pool, n) for pool, n in enumerate(need))
+        table.open_pages(groups, rows, tuple(pages), self.geometry.page_tokens)
         return True
 
     def release_prefill(self, state: RequestState) -> None:

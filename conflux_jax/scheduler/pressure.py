@@ -24,8 +24,9 @@ def secure_pages(
     unplaced = [state for state in running.handing.values() if state.group < 0]
     if not unplaced and memory.grow_all(running.decoding):
         return []
-    tables = running.decoding
-    needy = [table.states[row] for table in tables for row in table.full().tolist()] + unplaced
+    groups, rows = running.decoding.full()
+    at = zip(groups.tolist(), rows.tolist(), strict=True)
+    needy = [running.decoding.states[group][row] for group, row in at] + unplaced
     needy.sort(key=lambda state: state.order)
     placed: list[RequestState] = []
     waits = False  # whether an older prompt than the present one found no group

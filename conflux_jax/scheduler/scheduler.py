@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
 
@@ -226,22 +226,19 @@ class Scheduler:
 
     def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running decode."""
-        tables = self._running.decoding
-        draft.load = Decodes([len(t) for t in tables], [t.context_tokens for t in tables])
+        table = self._running.decoding
+        longest, target_s = 0, math.inf
         if self._budget.predictor is not None:
-            draft.load = replace(
-                draft.load,
-                longest=max(table.longest_context for table in tables),
-                target_s=min(
-                    owner.tbt_slo_s for owner in chain(tables, self._running.handing.values())
-                ),
-            )
-        for group, table in enumerate(tables):
-            draft.samplers += table.states
-            rows, ending = table.advance()
-            draft.decodes.append(rows)
-            draft.ending += ending
-            self._memory.context_tokens[group] += len(rows)
+            handing = self._running.handing.values()
+            target_s = min([table.tbt_slo_s, *(state.tbt_slo_s for state in handing)])
+            longest = table.longest_context
+        loads = table.num_rows
+        draft.load = Decodes(loads, list(table.context_tokens), longest, target_s)
+        draft.samplers += chain.from_iterable(table.states)
+        draft.decodes, ending = table.advance()
+        draft.ending += ending
+        for group, load in enumerate(loads):
+            self._memory.context_tokens[group] += load
 
     def _plan_prefill(self, draft: Draft, now: float) -> None:
         """Chunks up to the budget, of the partly prefilled and the waiting, by order."""
@@ -249,14 +246,10 @@ class Scheduler:
         self._queue.look(started)
         # After a preemption memory is short: to admit another one now would only bring the next.
         admits = not draft.preempted and self._memory.has_slot and len(self._queue)
+        most = config.max_prefill_segments, self._budget.most_room(draft.load.loads)
+        memory = self._memory if admits else None
         candidates = find_candidates(
-            started,
-            self._queue,
-            self._memory if admits else None,
-            config.max_bypass,
-            config.max_prefill_segments,
-            now,
-            self._pace,
+            started, self._queue, memory, config.max_bypass, most, now, self._pace
         )
         chosen = self._budget.choose(draft.load, [candidate.span for candidate in candidates])
         draft.budget = chosen.tokens

@@ -73,7 +73,9 @@ class RequestState:
     @property
     def num_decoded(self) -> int:
         """Rows planned since it began to decode; 0 while it does not."""
-        return 0 if self.table is None else self.table.position(self.row) - self.num_tokens
+        return (
+            0 if self.table is None else self.table.position(self.group, self.row) - self.num_tokens
+        )
 
     @property
     def in_flight(self) -> int:
@@ -117,7 +119,7 @@ class Running:
         self._geometry = geometry
         self.prefilling: dict[int, RequestState] = {}
         self.handing: dict[int, RequestState] = {}
-        self.decoding = tuple(DecodeTable() for _ in range(groups))
+        self.decoding = DecodeTable(groups)
 
     def enter(self, state: RequestState, phase: Phase) -> None:
         """Move a request to a phase in which it holds memory."""
@@ -125,7 +127,7 @@ class Running:
         state.phase = phase
         if phase is Phase.DECODING:
             capacity = len(state.pages) * self._geometry.page_tokens
-            self.decoding[state.group].join(state, capacity)
+            self.decoding.join(state, capacity)
         else:
             self._prompts(phase)[state.order] = state
 
@@ -139,8 +141,8 @@ class Running:
         return max(self.holders(group), key=lambda state: state.order)
 
     def holders(self, group: int) -> list[RequestState]:
-        tables = self.decoding if self._geometry.shared else (self.decoding[group],)
-        decoding = chain.from_iterable(table.states for table in tables)
+        states = self.decoding.states
+        decoding = chain.from_iterable(states if self._geometry.shared else (states[group],))
         return [*self.prefilling.values(), *self.handing.values(), *decoding]
 
     def _leave(self, state: RequestState) -> None:

@@ -163,14 +163,15 @@ class Harness:
             assert memory.unhanded[group] == (unhanded if self.geometry.needs_handoff else 0)
         slots = [s.slot for s in holding] + memory._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs))
-        queued = list(scheduler._queue.waiting(self._time, scheduler._pace))
+        queued = list(scheduler._queue._inner.waiting(self._time, scheduler._pace))
         assert len(queued) == len(scheduler._queue)
         assert scheduler._queue.num_tokens == sum(s.queued_tokens for s in queued)
         running = scheduler._running
         listed = [*queued, *running.prefilling.values(), *running.handing.values()]
-        for table in running.decoding:
-            assert all(s.table is table and s.row == row for row, s in enumerate(table.states))
-            listed += table.states
+        for group, members in enumerate(running.decoding.states):
+            assert all(s.table is running.decoding and s.group == group for s in members)
+            assert [s.row for s in members] == list(range(len(members)))
+            listed += members
         listed += [s for s in states if s.phase.value == "draining"]
         assert {id(s) for s in listed} == {id(s) for s in states} and len(listed) == len(states)
         for s in states:
