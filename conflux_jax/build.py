@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from conflux_jax.config import Config
 from conflux_jax.engine import Engine, ModelInfo
@@ -11,21 +11,18 @@ from conflux_jax.models.loading import open_source
 from conflux_jax.plan import Executor
 from conflux_jax.platform import ensure_devices
 from conflux_jax.scheduler.scheduler import Scheduler
-from conflux_jax.text import open_text
+from conflux_jax.text import TextCodec, open_text
+
+if TYPE_CHECKING:
+    from conflux_jax.execution.runner import Runner
 
 Progress = Callable[[str, int, int], None]  # stage, steps done, steps in all
 
 
-def build_engine(
-    config: Config,
-    progress: Progress | None = None,
-    watch: Callable[[Any], Executor] | None = None,
-) -> Engine:
-    """Load, compile and start. JAX is imported here, once the model is known to be there.
+def build_runner(config: Config, progress: Progress | None = None) -> tuple[Runner, TextCodec]:
+    """Load and compile. JAX is imported here, once the model is known to be there.
 
-    watch: puts an executor around the Runner, for measurements.
-    Raises ConfigError or ModelError, each one line that names the setting or the file.
-    """
+    Raises ConfigError or ModelError, each one line that names the setting or the file."""
     report = progress or (lambda stage, done, total: None)
     report("load", 0, 1)
     source = open_source(config.model.model)
@@ -38,8 +35,21 @@ def build_engine(
     report("load", 1, 1)
     report("compile", 0, len(runner.ladders.all()))
     runner.warm_up(lambda done, total: report("compile", done, total))
+    return runner, text
+
+
+def build_engine(
+    config: Config,
+    progress: Progress | None = None,
+    watch: Callable[[Any], Executor] | None = None,
+) -> Engine:
+    """Load, compile and start; raises as `build_runner`.
+
+    watch: puts an executor around the Runner, for measurements.
+    """
+    runner, text = build_runner(config, progress)
     scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
-    spec = source.spec
+    spec = runner.dims.spec
     info = ModelInfo(
         name=config.model.served_model_name or spec.name,
         max_model_len=runner.max_model_len,

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 450
 MARKER_LINES = 30  # an `__init__.py` up to here needs no line of its own
 COMMANDS = (
+    "conflux_jax.calibrate",
     "conflux_jax.serve",
     "conflux_jax.client",
     "conflux_jax.convert",

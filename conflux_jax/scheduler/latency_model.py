@@ -1,10 +1,29 @@
-"""How long an iteration takes, from its shape."""
+"""How long an iteration takes, from its shape: linear layers, then the slower of two paths.
+
+`t = linear + max(prefill + k_d * decode, decode + k_p * prefill)`. What is static in a compiled
+program is priced by its bucket, used or not, because that is what runs. `execution.calibration`
+fits the numbers to measured iterations; without JAX or a clock here, scheduler and simulator read
+them alike.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+import bisect
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from conflux_jax.config import ConfigError
 from conflux_jax.plan import Bucket
+
+FORMAT = 1  # of the JSON file
+QUERY_BLOCK, KEY_BLOCK = 128, 256  # what prefill attention computes at once: see `prefill_work`
+
+Identity = dict[str, Any]  # JSON values by name: what a profile belongs to
 
 
 class IterationShape(NamedTuple):
@@ -12,8 +31,8 @@ class IterationShape(NamedTuple):
 
     context_tokens: KV tokens that the decodes of one group read, of the group with most.
     all_context_tokens: of all groups. longest_context: of one decode. chunks and their tokens are
-    those of the iteration; prefill_work: pairs of a query and a key that it may see, over all
-    chunks: see `prefill_work`.
+    those of the iteration; prefill_work: pairs of a query and a key that attention computes, over
+    all chunks: see `prefill_work`.
     """
 
     bucket: Bucket
@@ -26,16 +45,266 @@ class IterationShape(NamedTuple):
 
 
 def prefill_work(start: int, length: int) -> int:
-    """Query-key pairs of a chunk of `length` tokens after `start` others: each token sees those
-    before it and itself.
+    """Query-key pairs that are computed for a chunk of `length` tokens after `start` others.
 
-    >>> prefill_work(0, 4), prefill_work(100, 4)
-    (10, 410)
+    Kernels go in blocks: QUERY_BLOCK queries at once, a chunk's last ones as if they were as many,
+    each block against the context and its own chunk so far in blocks of KEY_BLOCK keys. So ten
+    tokens after a long context cost as much as a whole block of queries, not a thirteenth of it.
+
+    Worked: 130 tokens after 1,000 are two blocks of queries against 1,024 and 256 keys each. Ten
+    are one block:
+
+    >>> prefill_work(1000, 130) == 2 * 128 * (1024 + 256)
+    True
+    >>> prefill_work(1000, 10) == prefill_work(1000, 128) == 128 * (1024 + 256)
+    True
     """
-    return length * start + length * (length + 1) // 2
+    blocks = -(-length // QUERY_BLOCK)
+    context = -(-start // KEY_BLOCK) * blocks
+    own = (blocks + 1) ** 2 // 4  # block i sees ceil(i / 2) blocks of twice its size
+    return (context + own) * QUERY_BLOCK * KEY_BLOCK
 
 
 class LatencyPredictor(Protocol):
     """Seconds of an iteration; monotone in every number of its shape."""
 
     def predict_s(self, shape: IterationShape) -> float: ...
+
+
+class Curve(NamedTuple):
+    """Seconds by size: straight lines between knots, in proportion to the size past the last one,
+    the first value below the first. Sizes rise, and seconds do not fall."""
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def at(self, size: int) -> float:
+        """
+        >>> curve = Curve((8, 16), (1.0, 3.0))
+        >>> [curve.at(size) for size in (1, 8, 12, 16, 32)]
+        [1.0, 1.0, 2.0, 3.0, 6.0]
+        """
+        right = bisect.bisect_left(self.sizes, size)
+        if right == 0:
+            return self.seconds[0]
+        if right == len(self.sizes):
+            return self.seconds[-1] * size / self.sizes[-1]
+        low, high = self.sizes[right - 1], self.sizes[right]
+        share = (size - low) / (high - low)
+        return self.seconds[right - 1] + share * (self.seconds[right] - self.seconds[right - 1])
+
+
+class Parts(NamedTuple):
+    """Seconds of an iteration's parts. `linear` holds all that is in neither path: embedding, head,
+    sampling, the host's share; `head` is its part that depends on how many rows may sample."""
+
+    linear: float
+    head: float
+    handoff: float
+    prefill: float
+    decode: float
+    stage: float  # both paths together
+
+    @property
+    def total(self) -> float:
+        return self.linear + self.head + self.handoff + self.stage
+
+
+@dataclass(frozen=True)
+class LatencyModel:
+    """Satisfies LatencyPredictor; every part is a sum of non-negative terms, so none is negative
+    and none falls when a number of the shape rises. Raises ValueError that names the field where a
+    number breaks that.
+
+    groups: among which prefill attention divides its work. segments: rows of a program with prefill
+    that may sample beside its decodes.
+
+    linear: by the bucket's rows. head: by the rows that may sample. handoff_s: of a program that
+    hands KV over. communication: the prefill path's static part, by the bucket's rows (the largest
+    shard). work_s: of a query-key pair of one group; chunk_s and token_s: of a chunk, of a token of
+    it. decode_rows: the decode path's static part, by the bucket's decode rows. context_s: of a KV
+    token of the group with most. all_context_s: of one of any group, where groups share a
+    processor. padded_context_s: of a token of the longest context, for each decode row of the
+    bucket (rows that are computed together all run as long as the longest of them).
+
+    k_d, k_p: the share of the other path's time that the prefill and the decode path lose to it. 1
+    and 1: they run one after the other. 0 and 0: the shorter one is hidden.
+    """
+
+    identity: Identity
+    groups: int
+    segments: int
+    linear: Curve
+    head: Curve
+    handoff_s: float
+    communication: Curve
+    work_s: float
+    chunk_s: float
+    token_s: float
+    decode_rows: Curve
+    context_s: float
+    all_context_s: float
+    padded_context_s: float
+    k_d: float = 1.0
+    k_p: float = 1.0
+    _static: dict[Bucket, tuple[float, float, float, float]] = field(
+        default_factory=dict, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self):
+        for item in _stored_fields():
+            _check(item.name, getattr(self, item.name))
+
+    def predict_s(self, shape: IterationShape) -> float:
+        fixed, prefill, decode = self._paths(shape)
+        return fixed + max(prefill + self.k_d * decode, decode + self.k_p * prefill)
+
+    def parts(self, shape: IterationShape) -> Parts:
+        """What `predict_s` adds up, by name."""
+        bucket = shape.bucket
+        _, prefill, decode = self._paths(shape)
+        return Parts(
+            linear=self.linear.at(bucket.rows),
+            head=self.head.at(num_samples(bucket, self.segments)),
+            handoff=self.handoff_s if bucket.handoff else 0.0,
+            prefill=prefill,
+            decode=decode,
+            stage=max(prefill + self.k_d * decode, decode + self.k_p * prefill),
+        )
+
+    def _paths(self, shape: IterationShape) -> tuple[float, float, float]:
+        """Seconds outside both paths, of prefill's alone, of decode's alone."""
+        bucket = shape.bucket
+        static = self._static.get(bucket)
+        if static is None:
+            static = self._static[bucket] = self._price(bucket)
+        fixed, prefill, decode, work_s = static
+        if bucket.prefill:
+            prefill += (
+                work_s * shape.prefill_work
+                + self.chunk_s * shape.num_chunks
+                + self.token_s * shape.prefill_tokens
+            )
+        if bucket.decode_rows:
+            decode += (
+                self.context_s * shape.context_tokens
+                + self.all_context_s * shape.all_context_tokens
+                + self.padded_context_s * bucket.decode_rows * shape.longest_context
+            )
+        return fixed, prefill, decode
+
+    def _price(self, bucket: Bucket) -> tuple[float, float, float, float]:
+        """What a bucket costs whatever is in it: as `_paths`, and seconds of a pair of work."""
+        head = self.head.at(num_samples(bucket, self.segments))
+        fixed = self.linear.at(bucket.rows) + head + (self.handoff_s if bucket.handoff else 0.0)
+        prefill = self.communication.at(bucket.rows) if bucket.prefill else 0.0
+        decode = self.decode_rows.at(bucket.decode_rows) if bucket.decode_rows else 0.0
+        return fixed, prefill, decode, self.work_s * work_share(bucket, self.groups)
+
+    def to_json(self) -> str:
+        model = {item.name: getattr(self, item.name) for item in _stored_fields()}
+        for name, value in model.items():
+            if isinstance(value, Curve):
+                model[name] = value._asdict()
+        document = {"format": FORMAT, "identity": self.identity, "model": model}
+        return json.dumps(document, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> LatencyModel:
+        """Raises ConfigError that names what is missing or wrong."""
+        try:
+            document = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"not JSON: {error}") from error
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ConfigError(f"format: must be {FORMAT}, as calibrate writes it")
+        identity, model = document.get("identity"), document.get("model")
+        if not isinstance(identity, dict) or not isinstance(model, dict):
+            raise ConfigError("identity and model: must be objects")
+        names = {item.name for item in _stored_fields()}
+        if wrong := sorted(names ^ set(model)):
+            problem = "missing" if wrong[0] in names else "no such number"
+            raise ConfigError(f"model.{wrong[0]}: {problem}")
+        try:
+            return cls(identity, **{name: _parsed(name, value) for name, value in model.items()})
+        except ValueError as error:
+            raise ConfigError(f"model.{error}") from error
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path, identity: Identity) -> LatencyModel:
+        """The model in a file, for an engine of that identity. Raises ConfigError that names the
+        file, and every field of the identity that differs."""
+        try:
+            model = cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"latency profile {path}: {error}") from error
+        own = json.loads(json.dumps(identity))  # tuples are lists in a file
+        differing = [
+            f"{name} is {json.dumps(own.get(name))}, the profile's {json.dumps(value)}"
+            for name, value in (dict.fromkeys(own) | model.identity).items()
+            if own.get(name) != value
+        ]
+        if differing:
+            raise ConfigError(
+                f"latency profile {path} belongs to another engine: {'; '.join(differing)}. "
+                "Run calibrate with these settings"
+            )
+        return model
+
+
+def num_samples(bucket: Bucket, segments: int) -> int:
+    """Rows of a group that may sample: its decodes, and the last token of every chunk."""
+    return bucket.decode_rows + (segments if bucket.prefill else 0)
+
+
+def work_share(bucket: Bucket, groups: int) -> float:
+    """Of `prefill_work`, what one group's devices compute: they share the heads, and a program with
+    fewer rows in all than QUERY_BLOCK has blocks of that many queries."""
+    return min(1.0, groups * bucket.rows / QUERY_BLOCK) / groups
+
+
+def _stored_fields() -> list[Any]:
+    """The fields of a LatencyModel that are numbers."""
+    return [item for item in fields(LatencyModel) if item.init and item.name != "identity"]
+
+
+def _parsed(name: str, value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    sizes, seconds = value.get("sizes"), value.get("seconds")
+    if not isinstance(sizes, list) or not isinstance(seconds, list):
+        raise ValueError(f"{name}: must have lists of sizes and seconds")
+    return Curve(tuple(sizes), tuple(seconds))
+
+
+def _check(name: str, value: Any) -> None:
+    """Raises ValueError that names the field, if no such part can be monotone and non-negative."""
+    if name in ("groups", "segments"):
+        if type(value) is not int or value < 1:
+            raise ValueError(f"{name}: must be an integer of at least 1, got {value!r}")
+    elif name in ("linear", "head", "communication", "decode_rows"):
+        if not isinstance(value, Curve):
+            raise ValueError(f"{name}: must be a curve, got {value!r}")
+        sizes, seconds = value
+        if not sizes or len(sizes) != len(seconds):
+            raise ValueError(f"{name}: must have as many sizes as seconds, at least one")
+        if any(type(size) is not int or size < 1 for size in sizes) or _falls(sizes, strictly=True):
+            raise ValueError(f"{name}.sizes: must be rising integers of at least 1")
+        if not all(map(_is_amount, seconds)) or _falls(seconds):
+            raise ValueError(f"{name}.seconds: must not be negative and must not fall")
+    elif not _is_amount(value):
+        raise ValueError(f"{name}: must be a number of at least 0, got {value!r}")
+    elif name in ("k_d", "k_p") and value > 1:
+        raise ValueError(f"{name}: must be at most 1, got {value!r}")
+
+
+def _is_amount(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < math.inf
+
+
+def _falls(numbers: Sequence[float], strictly: bool = False) -> bool:
+    """Whether one is below the one before it (strictly: or as large)."""
+    return any(b < a or (strictly and b == a) for a, b in itertools.pairwise(numbers))

@@ -3,19 +3,24 @@ memory, on who was cancelled before it, or on what else runs; and nothing compil
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-from conflux_jax.config import Config
+from conflux_jax import calibrate as command
+from conflux_jax.config import Config, ConfigError
+from conflux_jax.execution.calibration import Effort, calibrate, profile_identity
 from conflux_jax.execution.runner import Runner
 from conflux_jax.models.loading import open_source
 from conflux_jax.plan import IterationPlan
 from conflux_jax.request import FinishReason, SamplingParams
+from conflux_jax.scheduler.latency_model import IterationShape, LatencyModel
 from tests.serving import GREEDY, Serving, make_request, no_compilation
 from tests.tiny import write_tiny_llama
 
@@ -182,3 +187,56 @@ def serve_at_random(runner: Runner, batched_tokens: int) -> list[IterationPlan]:
 def test_the_listener_hears_a_compilation():
     with pytest.raises(AssertionError), no_compilation():
         jax.jit(lambda x: x + 3)(np.arange(5))
+
+
+def test_calibration_runs_every_bucket_and_compiles_nothing(runner: Runner):
+    """On the steps that serve, hand-off included; what is served later is what was before."""
+    expected = alone(runner, "a", prompt(3, 60), 8)
+    with no_compilation():
+        found = calibrate(runner, 48, Effort(shapes=12, repeats=1))
+    measured = [*found.fitted, *found.held_out]
+    assert {m.workload.bucket for m in measured} == set(runner.ladders.all())
+    assert all(m.seconds > 0 for m in measured) and all(m.again_s > 0 for m in found.held_out)
+    assert found.model.handoff_s == 0.0 or runner.geometry.needs_handoff
+    assert alone(runner, "a", prompt(3, 60), 8) == expected
+
+
+def test_the_calibrate_command_writes_a_profile_for_its_engine(
+    runner: Runner, tmp_path: Path, capsys
+):
+    profile, summary = tmp_path / "profile.json", tmp_path / "summary.json"
+    options = [f"--out={profile}", f"--json={summary}", "--quick", "--max-num-batched-tokens=48"]
+    assert command.main(options, lambda config, progress: (runner, None)) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(f"Wrote {profile}\n")
+    names = [line.split("  ")[0] for line in printed.splitlines()]
+    assert [names.count(name) for name in ("fit", "held out", "noise")] == [4, 4, 4]
+
+    values = json.loads(summary.read_text())
+    assert list(values) == ["heldout_mean_error", "heldout_p95_error", "noise_floor"]
+    assert all(0 < value < float("inf") for value in values.values())
+
+    identity = profile_identity(runner)
+    model = LatencyModel.load(profile, identity)
+    groups, buckets = runner.geometry.groups, runner.ladders.all()
+    full = IterationShape(buckets[-1], 700, 700 * groups, 100, 2, 24 * groups, 10**6)
+    assert 0 < model.predict_s(full._replace(bucket=buckets[0])) < model.predict_s(full) < 60
+    others = identity | {"sp": groups + 1, "page_tokens": 8, "rows_ladder": [8, 48]}
+    with pytest.raises(ConfigError) as refused:
+        LatencyModel.load(profile, others)
+    for difference in (f"sp is {groups + 1}, the profile's {groups}", "page_tokens is 8, the"):
+        assert difference in str(refused.value)
+    assert "rows_ladder is [8, 48]" in str(refused.value)
+    assert "dtype" not in str(refused.value)
+
+
+def test_what_a_profile_belongs_to(runner: Runner):
+    """Every setting that changes a step's time or shape, by its name."""
+    identity = profile_identity(runner)
+    for name in ("dtype", "max_model_len", "page_tokens", "decode_rows_ladder"):
+        value = SETTINGS[name]
+        assert identity[name] == (list(value) if isinstance(value, tuple) else value)
+    assert (identity["sp"], identity["tp"]) == (runner.geometry.groups, 1)
+    assert identity["handoff_pages"] == (6 if runner.geometry.needs_handoff else 0)
+    assert identity["device_kind"] == "cpu" and identity["jax"] == jax.__version__
+    assert identity["conflux_jax"] and identity["model"] == runner.dims.spec.name

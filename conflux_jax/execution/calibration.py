@@ -1,0 +1,231 @@
+"""Profiling the engine's own steps, and a latency model from what they took.
+
+Every shape runs several times, all shapes in random order again and again, so that a machine that
+drifts drifts for all of them; a shape's time is its median. Some shapes are held out of the fit and
+timed twice over: they show the model's error, and beside it what the machine's noise alone is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from itertools import chain
+from typing import Any
+
+import jax
+import numpy as np
+
+from conflux_jax.execution.latency_fit import fit_latency
+from conflux_jax.execution.runner import Runner
+from conflux_jax.execution.synthetic import SyntheticPlans, Workload, WorkloadSampler
+from conflux_jax.plan import Bucket, Executor, IterationPlan
+from conflux_jax.scheduler.latency_model import Identity, LatencyModel
+
+KINDS = ("decode only", "prefill only", "mixed")
+ALL = "all"
+HELD_OUT = 0.25  # of the shapes
+MIN_FITTED = 2  # shapes of a bucket that stay in the fit
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much is measured. shapes: about how many, at least `MIN_FITTED` + 1 of every bucket.
+    repeats: of each of them."""
+
+    shapes: int = 120
+    repeats: int = 7
+
+
+QUICK = Effort(shapes=40, repeats=3)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """seconds: the median of a shape's repeats. again_s: that of as many others; 0 where there are
+    none."""
+
+    workload: Workload
+    seconds: float
+    again_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Relative errors without their sign; NaN where there are none."""
+
+    count: int
+    mean: float
+    p95: float
+    worst: float
+
+    @classmethod
+    def of(cls, errors: Sequence[float]) -> Errors:
+        if not errors:
+            return cls(0, np.nan, np.nan, np.nan)
+        return cls(
+            len(errors), float(np.mean(errors)), float(np.quantile(errors, 0.95)), max(errors)
+        )
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A fitted model, and the measurements that it was fitted to and those that it never saw."""
+
+    model: LatencyModel
+    fitted: tuple[Measurement, ...]
+    held_out: tuple[Measurement, ...]
+
+    def errors(self, measurements: Sequence[Measurement], kind: str = ALL) -> Errors:
+        """Of the predictions, for the iterations of a kind."""
+        return Errors.of(
+            [
+                abs(self.model.predict_s(m.workload.shape) / m.seconds - 1.0)
+                for m in measurements
+                if kind in (ALL, m.workload.kind)
+            ]
+        )
+
+    def noise(self, kind: str = ALL) -> Errors:
+        """What a model that knew every held-out shape's time from one measurement would be off in
+        the next: no model can be expected to do better."""
+        return Errors.of(
+            [
+                abs(m.again_s / m.seconds - 1.0)
+                for m in self.held_out
+                if kind in (ALL, m.workload.kind)
+            ]
+        )
+
+    def table(self) -> str:
+        """Relative errors of fit, held-out shapes and the noise, by kind of iteration."""
+        lines = [f"{'':<10} {'iterations':<14} {'shapes':>6} {'mean':>7} {'p95':>7} {'worst':>7}"]
+        for name, errors in (
+            ("fit", lambda kind: self.errors(self.fitted, kind)),
+            ("held out", lambda kind: self.errors(self.held_out, kind)),
+            ("noise", self.noise),
+        ):
+            for kind in (*KINDS, ALL):
+                found = errors(kind)
+                shares = [found.mean, found.p95, found.worst]
+                cells = " ".join(f"{share:>7.1%}" for share in shares) if found.count else "-"
+                lines.append(f"{name:<10} {kind:<14} {found.count:>6} {cells}")
+        return "\n".join(lines)
+
+    def summary(self) -> dict[str, float]:
+        held_out = self.errors(self.held_out)
+        return {
+            "heldout_mean_error": held_out.mean,
+            "heldout_p95_error": held_out.p95,
+            "noise_floor": self.noise().mean,
+        }
+
+
+def profile_identity(runner: Runner) -> Identity:
+    """What a profile belongs to, as JSON values: with another one of these, steps take other times
+    or have other shapes."""
+    device, ladders, limits = runner.mesh.devices.flat[0], runner.ladders, runner.limits
+    cores = {"cores": os.cpu_count()} if device.platform == "cpu" else {}
+    identity = {
+        "model": runner.dims.spec.name,
+        "dtype": np.dtype(runner.dims.dtype).name,
+        "sp": runner.mesh.devices.shape[0],
+        "tp": runner.mesh.devices.shape[1],
+        "device_kind": device.device_kind,
+        **cores,
+        "conflux_jax": version("conflux-jax"),
+        "jax": jax.__version__,
+        "rows_ladder": ladders.rows,
+        "decode_rows_ladder": ladders.decode_rows,
+        "mixed_decode_rows_ladder": ladders.mixed_decode_rows,
+        "max_model_len": limits.max_model_len,
+        "max_prefill_segments": limits.max_segments,
+        "page_tokens": limits.geometry.page_tokens,
+        "handoff_pages": limits.handoff_pages if ladders.handoff else 0,
+        "overlap": "none" if runner.attention.ordered else "stream",
+        "decode_attention": "spread" if limits.geometry.shared else "local",
+        "linear": "apart" if ladders.apart else "together",
+    }
+    return json.loads(json.dumps(identity))
+
+
+def calibrate(
+    runner: Runner,
+    max_batched_tokens: int,
+    effort: Effort = Effort(),
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> Calibration:
+    """Profile a runner whose buckets are compiled, and fit. Its pool and slots are written to.
+
+    max_batched_tokens: most tokens of an iteration (`max_num_batched_tokens`). seed: which shapes,
+    in which order, and which are held out. progress(done, total): after each step.
+    """
+    limits, ladders = runner.limits, runner.ladders
+    rng = random.Random(seed)
+    per_bucket = max(MIN_FITTED + 1, round(effort.shapes / len(ladders.all())))
+    workloads = WorkloadSampler(limits, ladders, max_batched_tokens, seed).draw(per_bucket)
+    held = hold_out(workloads, rng)
+    plans = SyntheticPlans(limits, runner.dims.spec.vocab_size, seed)
+    warm_up = list({workload.bucket: workload for workload in workloads}.values())
+    list(timed(runner, [plans.admission(workloads[0].bucket), *map(plans.plan, warm_up)]))
+
+    # A shape that is held out has two places in a round: index + len(workloads) is the second.
+    places = [*range(len(workloads)), *(index + len(workloads) for index in held)]
+    order = [place for _ in range(effort.repeats) for place in rng.sample(places, len(places))]
+    steps = (plans.plan(workloads[place % len(workloads)]) for place in order)
+    times: dict[int, list[float]] = {place: [] for place in places}
+    for done, (place, seconds) in enumerate(zip(order, timed(runner, steps), strict=True), 1):
+        times[place].append(seconds)
+        if progress is not None:
+            progress(done, len(order))
+
+    medians = {place: statistics.median(values) for place, values in times.items()}
+    measured = [
+        Measurement(workload, medians[index], medians.get(index + len(workloads), 0.0))
+        for index, workload in enumerate(workloads)
+    ]
+    fitted = [m for index, m in enumerate(measured) if index not in held]
+    model = fit_latency(
+        [m.workload.shape for m in fitted],
+        [m.seconds for m in fitted],
+        profile_identity(runner),
+        limits.geometry.groups,
+        limits.max_segments,
+    )
+    return Calibration(model, tuple(fitted), tuple(measured[index] for index in sorted(held)))
+
+
+def hold_out(workloads: Sequence[Workload], rng: random.Random) -> set[int]:
+    """Indices of a random `HELD_OUT` of the workloads that leave `MIN_FITTED` in every bucket."""
+    left: dict[Bucket, int] = {}
+    for workload in workloads:
+        left[workload.bucket] = left.get(workload.bucket, 0) + 1
+    held: set[int] = set()
+    for index in rng.sample(range(len(workloads)), len(workloads)):
+        bucket = workloads[index].bucket
+        if len(held) < round(HELD_OUT * len(workloads)) and left[bucket] > MIN_FITTED:
+            held.add(index)
+            left[bucket] -= 1
+    return held
+
+
+def timed(executor: Executor, plans: Iterable[IterationPlan]) -> Iterator[float]:
+    """Run the plans one after the other, as the engine does: each is launched before the one before
+    is collected. Yields each one's seconds, from the later of its launch and the end of the one
+    before to its own end."""
+    previous: Any = None
+    ended_s = 0.0
+    for plan in chain(plans, (None,)):
+        ticket = None if plan is None else executor.launch(plan)
+        if previous is not None:
+            executor.collect(previous)
+            now_s = time.perf_counter()
+            seconds, ended_s = now_s - max(previous.launched_s, ended_s), now_s
+            yield seconds
+        previous = ticket
