@@ -23,6 +23,7 @@ from conflux_jax.scheduler.latency_model import (
     IterationShape,
     LatencyModel,
     num_samples,
+    padded_context,
     work_share,
 )
 
@@ -101,11 +102,7 @@ class _Terms:
         chunks = [(shape.num_chunks, shape.prefill_tokens) for shape in shapes]
         prefill = [_ramps(rows, sizes["communication"]), np.array(work)[:, None], np.array(chunks)]
         contexts = [
-            (
-                shape.context_tokens,
-                shape.all_context_tokens,
-                shape.bucket.decode_rows * shape.longest_context,
-            )
+            (shape.context_tokens, shape.all_context_tokens, padded_context(shape))
             for shape in shapes
         ]
         decode = [_ramps(decode_rows, sizes["decode_rows"]), np.array(contexts)]

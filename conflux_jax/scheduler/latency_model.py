@@ -21,7 +21,9 @@ from conflux_jax.config import ConfigError
 from conflux_jax.plan import Bucket
 
 FORMAT = 1  # of the JSON file
-QUERY_BLOCK, KEY_BLOCK = 128, 256  # what prefill attention computes at once: see `prefill_work`
+# What attention computes at once: see `prefill_work` and `padded_context`.
+QUERY_BLOCK, KEY_BLOCK = 128, 256
+CONTEXT_BLOCK = 128
 
 Identity = dict[str, Any]  # JSON values by name: what a profile belongs to
 
@@ -124,8 +126,8 @@ class LatencyModel:
     shard). work_s: of a query-key pair of one group; chunk_s and token_s: of a chunk, of a token of
     it. decode_rows: the decode path's static part, by the bucket's decode rows. context_s: of a KV
     token of the group with most. all_context_s: of one of any group, where groups share a
-    processor. padded_context_s: of a token of the longest context, for each decode row of the
-    bucket (rows that are computed together all run as long as the longest of them).
+    processor. padded_context_s: of one that is read because rows run as long as the longest: see
+    `padded_context`.
 
     k_d, k_p: the share of the other path's time that the prefill and the decode path lose to it. 1
     and 1: they run one after the other. 0 and 0: the shorter one is hidden.
@@ -189,7 +191,7 @@ class LatencyModel:
             decode += (
                 self.context_s * shape.context_tokens
                 + self.all_context_s * shape.all_context_tokens
-                + self.padded_context_s * bucket.decode_rows * shape.longest_context
+                + self.padded_context_s * padded_context(shape)
             )
         return fixed, prefill, decode
 
@@ -258,6 +260,15 @@ class LatencyModel:
 def num_samples(bucket: Bucket, segments: int) -> int:
     """Rows of a group that may sample: its decodes, and the last token of every chunk."""
     return bucket.decode_rows + (segments if bucket.prefill else 0)
+
+
+def padded_context(shape: IterationShape) -> int:
+    """KV tokens that are read for one group where all its rows, used or not, run as long as the
+    longest context, in whole blocks.
+
+    Worked: contexts of up to 300 tokens in a bucket of 16 rows: 16 * 384.
+    """
+    return shape.bucket.decode_rows * (-(-shape.longest_context // CONTEXT_BLOCK) * CONTEXT_BLOCK)
 
 
 def work_share(bucket: Bucket, groups: int) -> float:

@@ -16,6 +16,7 @@ from conflux_jax.scheduler.latency_model import (
     Curve,
     IterationShape,
     LatencyModel,
+    padded_context,
     prefill_work,
 )
 from pallas_kernels import blockwise
@@ -120,7 +121,7 @@ def test_worked_example():
     assert parts.head == pytest.approx(0.004 * 19 / 31)  # 16 + 4 rows may sample
     assert parts.handoff == 0.002
     assert parts.prefill == pytest.approx(0.005 + 100_000 * 1e-8 / 2 + 1e-4 + 100 * 1e-6)
-    assert parts.decode == pytest.approx(0.002 + 0.004 + 0.0006 + 16 * 500 * 1e-7)
+    assert parts.decode == pytest.approx(0.002 + 0.004 + 0.0006 + 16 * 512 * 1e-7)
     assert parts.stage == pytest.approx(parts.decode + 0.6 * parts.prefill)
 
 
@@ -141,6 +142,13 @@ def test_static_parts_are_priced_by_the_bucket():
     idle = IterationShape(Bucket(64, 0, True, False))
     assert MODEL.parts(idle).prefill == 0.005
     assert MODEL.parts(idle).decode == 0.0
+
+
+@given(st.integers(1, 600), st.integers(0, 9_000))
+def test_padded_context_counts_the_blocks_of_the_kernel(rows: int, longest: int):
+    trips = -(-longest // blockwise.DECODE_BLOCK_KEYS)
+    shape = IterationShape(Bucket(rows, rows, False, False), longest_context=longest)
+    assert padded_context(shape) == rows * trips * blockwise.DECODE_BLOCK_KEYS
 
 
 def computed_pairs(start: int, length: int) -> int:
