@@ -104,7 +104,9 @@ def plot(calibration: Calibration, path: Path) -> None:
     matplotlib."""
     from conflux_jax.execution.calibration import KINDS
 
-    axes = (figure := _matplotlib().Figure(figsize=(6, 6), layout="constrained")).subplots()
+    drawing, ticker = _matplotlib()
+    figure = drawing.Figure(figsize=(6, 6), layout="constrained")
+    axes = figure.subplots()
     groups = (("fit", calibration.fitted, "."), ("held out", calibration.held_out, "x"))
     for name, measurements, marker in groups:
         for index, kind in enumerate(KINDS):
@@ -120,14 +122,19 @@ def plot(calibration: Calibration, path: Path) -> None:
     ends = sorted(1000 * m.seconds for m in (*calibration.fitted, *calibration.held_out))
     axes.plot([ends[0], ends[-1]], [ends[0], ends[-1]], color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured (ms)", ylabel="predicted (ms)")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     axes.legend()
     figure.savefig(path)
 
 
-def _matplotlib():
-    """matplotlib.figure, which draws without a display."""
+def _matplotlib() -> tuple[Any, Any]:
+    """matplotlib.figure, which draws without a display, and matplotlib.ticker."""
     try:
-        return importlib.import_module("matplotlib.figure")
+        load = importlib.import_module
+        return load("matplotlib.figure"), load("matplotlib.ticker")
     except ImportError as error:
         raise ImportError("--plot needs matplotlib: pip install 'conflux-jax[plot]'") from error
 
