@@ -197,6 +197,7 @@ def calibrate(
         profile_identity(runner),
         limits.geometry.groups,
         limits.max_segments,
+        serial=runner.attention.ordered,
     )
     return Calibration(model, tuple(fitted), tuple(measured[index] for index in sorted(held)))
 

@@ -43,8 +43,11 @@ def fit_latency(
     identity: Identity,
     groups: int,
     segments: int,
+    serial: bool = False,
 ) -> LatencyModel:
     """The model that fits `seconds` of `shapes` best. groups and segments: as in LatencyModel.
+    serial: the paths are known to run one after the other, so both factors are 1 and noise cannot
+    be taken for an overlap.
 
     Raises ValueError when there is nothing to fit, or a time is not positive."""
     measured = np.array(seconds, np.float64)
@@ -53,9 +56,9 @@ def fit_latency(
     if not (measured > 0).all():
         raise ValueError(f"seconds: must be positive, got {measured.min()}")
     terms = _Terms.of(shapes, groups, segments)
-    best = _polished(terms, _start(terms, measured, *STARTS[0]), measured)
-    for k_d, k_p in STARTS[1:]:
-        found = _polished(terms, _start(terms, measured, k_d, k_p), measured)
+    best = _polished(terms, _start(terms, measured, *STARTS[0]), measured, serial)
+    for k_d, k_p in () if serial else STARTS[1:]:
+        found = _polished(terms, _start(terms, measured, k_d, k_p), measured, serial)
         if found.cost < BETTER * best.cost:
             best = found
     return terms.model(best.theta, identity, groups, segments)
@@ -183,21 +186,26 @@ def _start(terms: _Terms, measured: _Column, k_d: float, k_p: float) -> np.ndarr
     return np.array([*coefficients, k_d, k_p])
 
 
-def _polished(terms: _Terms, start: np.ndarray, measured: _Column) -> _Fit:
-    """All coefficients and both factors together, from `start`."""
+def _polished(terms: _Terms, start: np.ndarray, measured: _Column, serial: bool) -> _Fit:
+    """All coefficients and, unless `serial`, both factors together, from `start`."""
+
+    def factors(theta: np.ndarray) -> np.ndarray:
+        return np.ones(2) if serial else theta[-2:]
 
     def errors(theta: np.ndarray) -> np.ndarray:
         fixed, prefill, decode = terms.paths(theta[:-2])
-        k_d, k_p = theta[-2:]
+        k_d, k_p = factors(theta)
         stage = np.maximum(prefill + k_d * decode, decode + k_p * prefill)
         return (fixed + stage) / measured - 1.0
 
     def jacobian(theta: np.ndarray) -> np.ndarray:
         _, prefill, decode = terms.paths(theta[:-2])
-        k_d, k_p = theta[-2:]
+        k_d, k_p = factors(theta)
         slower = prefill + k_d * decode >= decode + k_p * prefill
-        factors = np.stack([np.where(slower, decode, 0.0), np.where(slower, 0.0, prefill)], axis=1)
-        return np.concatenate([terms.matrix(slower, k_d, k_p), factors], axis=1) / measured[:, None]
+        by_k_d = np.where(slower & (not serial), decode, 0.0)
+        by_k_p = np.where(slower | serial, 0.0, prefill)
+        columns = [terms.matrix(slower, k_d, k_p), by_k_d[:, None], by_k_p[:, None]]
+        return np.concatenate(columns, axis=1) / measured[:, None]
 
     high = np.array([*[np.inf] * (len(start) - 2), 1.0, 1.0])
     solve: Any = least_squares  # its annotations know no Jacobian that is a function
@@ -206,6 +214,7 @@ def _polished(terms: _Terms, start: np.ndarray, measured: _Column) -> _Fit:
     )
     theta = np.clip(found.x, 0.0, high)
     theta[theta < NEGLIGIBLE] = 0.0  # the solver keeps off its bounds, however useless a term is
+    theta[-2:] = factors(theta)
     return _Fit(theta, float(found.cost))
 
 

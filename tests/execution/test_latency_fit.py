@@ -76,6 +76,16 @@ def test_recovers_a_known_model_through_noise(k_d: float, k_p: float):
     assert (found.identity, found.groups, found.segments) == (known.identity, GROUPS, SEGMENTS)
 
 
+def test_noise_is_no_overlap_where_there_can_be_none():
+    shapes = draw_shapes(60, 5)
+    rng = np.random.default_rng(6)
+    seconds = [SERIAL.predict_s(s) * rng.uniform(0.8, 1.2) for s in shapes]
+    found = fit_latency(shapes, seconds, {}, GROUPS, SEGMENTS, serial=True)
+    assert (found.k_d, found.k_p) == (1.0, 1.0)
+    errors = [abs(found.predict_s(s) / SERIAL.predict_s(s) - 1) for s in shapes]
+    assert np.mean(errors) < 0.1  # the noise's own mean
+
+
 def test_one_kind_of_iteration_is_enough():
     """An engine that only decodes, say; the parts that were never seen cost nothing."""
     shapes = [shape for shape in draw_shapes(90, 3) if not shape.bucket.prefill]
