@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from conflux_jax.config import Config
+from conflux_jax.config import Config, ConfigError
 from conflux_jax.engine import Engine, ModelInfo
 from conflux_jax.models.loading import open_source
 from conflux_jax.plan import Executor
 from conflux_jax.platform import ensure_devices
+from conflux_jax.scheduler.latency_model import LatencyModel
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.text import TextCodec, open_text
 
@@ -38,6 +39,14 @@ def build_runner(config: Config, progress: Progress | None = None) -> tuple[Runn
     return runner, text
 
 
+def load_profile(config: Config, runner: Runner) -> LatencyModel | None:
+    """The latency model that the config names. Raises ConfigError where it is another engine's."""
+    from conflux_jax.execution.calibration import profile_identity
+
+    path = config.scheduler.latency_profile
+    return None if path is None else LatencyModel.load(path, profile_identity(runner))
+
+
 def build_engine(
     config: Config,
     progress: Progress | None = None,
@@ -47,8 +56,19 @@ def build_engine(
 
     watch: puts an executor around the Runner, for measurements.
     """
+    if config.scheduler.tbt_slo_s is not None and config.scheduler.latency_profile is None:
+        raise ConfigError(
+            "tbt_slo_s: needs latency_profile, which `python -m conflux_jax.calibrate` makes with "
+            "the same settings"
+        )
     runner, text = build_runner(config, progress)
-    scheduler = Scheduler(config.scheduler, runner.geometry, runner.ladders, runner.max_model_len)
+    scheduler = Scheduler(
+        config.scheduler,
+        runner.geometry,
+        runner.ladders,
+        runner.max_model_len,
+        load_profile(config, runner),
+    )
     spec = runner.dims.spec
     info = ModelInfo(
         name=config.model.served_model_name or spec.name,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from conflux_jax.build import Progress, build_runner
 from conflux_jax.config import Config, ConfigError
 from conflux_jax.models.spec import ModelError
-from conflux_jax.serve.progress import ProgressBar
+from conflux_jax.progress import ProgressBar
 
 if TYPE_CHECKING:
     from conflux_jax.execution.calibration import Calibration

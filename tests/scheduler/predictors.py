@@ -70,7 +70,7 @@ class Clocked:
         config = SchedulerConfig(**settings)
         geometry = PoolGeometry(groups, 8192 // groups, 16, 16 * groups)
         level = -(-config.max_num_batched_tokens // groups)
-        self.ladders = Ladders.make(config.max_num_seqs, level, 2.0, geometry.needs_handoff)
+        self.ladders = Ladders.make(config.max_num_seqs, level, 1.25, geometry.needs_handoff)
         self.scheduler = Scheduler(config, geometry, self.ladders, 8192, predictor)
         self.step_s = step_s
         self.plans: list[IterationPlan] = []
