@@ -1,0 +1,1 @@
+"""What traffic does to an engine, worked out without a device."""
