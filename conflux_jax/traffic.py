@@ -1,0 +1,250 @@
+"""Tells whether the scheme's premise holds for a trace of your traffic: that long prompts need
+several groups of GPUs to have their first token in time, while decode iterations are short beside
+the target between tokens.
+
+TRACE is Mooncake JSONL (timestamp, input_length, output_length, hash_ids) or Azure CSV (TIMESTAMP,
+ContextTokens, GeneratedTokens), in order of arrival. Times are estimates from a GPU's peaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from conflux_jax.config import ConfigError
+from conflux_jax.models.known_specs import KNOWN_SPECS
+from conflux_jax.simulation import roofline
+from conflux_jax.simulation.demand import Demand, Lengths, measure
+from conflux_jax.simulation.premise import Engine, Premise, decodes_in_memory, examine
+from conflux_jax.simulation.traces import TraceError, read_trace
+from conflux_jax.simulation.verdict import Verdict, judge
+
+PLOT_BINS = 40
+PICTURES = (".png", ".svg", ".pdf")
+WIDTH = 100  # of the report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Examine; returns the exit code. What is wrong is one line on stderr."""
+    parsed = _parse(arguments)
+    try:
+        drawing = _matplotlib() if parsed.plot else None  # now, not after reading a long trace
+        target = roofline_target(parsed)
+        demand = measure(read_trace(parsed.trace))
+        rate_per_s = parsed.rate or demand.rate_per_s
+        if rate_per_s is None:
+            raise TraceError(f"{parsed.trace}: all requests come at once; give --rate")
+        premise = examine(demand, target.engine, rate_per_s)
+        verdict = judge(premise)
+        if parsed.json is not None:
+            parsed.json.write_text(json.dumps(numbers(premise), indent=1) + "\n", encoding="utf-8")
+        if drawing is not None:
+            plot(demand, parsed.plot, drawing)
+    except (TraceError, ConfigError, ImportError, OSError) as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    print(report(premise, verdict, target))
+    return 0
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m conflux_jax.traffic", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("trace", metavar="TRACE", type=Path, help="the trace to read")
+    add("--model", choices=KNOWN_SPECS, default="qwen3-14b", help="default: %(default)s")
+    add("--gpu", choices=roofline.GPUS, default="h100", help="default: %(default)s")
+    add("--gpus", type=_positive_int, default=4, help="GPUs in all (default: %(default)s)")
+    add("--tp", type=_positive_int, help="GPUs of a group (default: as few as hold the weights)")
+    add(
+        "--chunk-tokens",
+        type=_positive_int,
+        default=4096,
+        help="most tokens of a group in an iteration (default: %(default)s)",
+    )
+    add("--ttft-slo-s", type=_positive, default=2.0, help="first token (default: %(default)s)")
+    add("--tbt-slo-s", type=_positive, default=0.1, help="between tokens (default: %(default)s)")
+    add("--rate", type=_positive, help="requests a second (default: the trace's)")
+    add("--json", type=Path, metavar="FILE", help="write the numbers, by name, as JSON")
+    add("--plot", type=_picture, metavar="FILE.png", help="draw the lengths (needs matplotlib)")
+    return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
+
+
+def _picture(text: str) -> Path:
+    if (path := Path(text)).suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must end in one of {', '.join(PICTURES)}, got {text}")
+    return path
+
+
+@dataclass(frozen=True)
+class Target:
+    """An engine, and a line each on what it is and where its times come from."""
+
+    engine: Engine
+    name: str
+    source: str
+
+
+def roofline_target(parsed: argparse.Namespace) -> Target:
+    """Raises ConfigError where the GPUs make no groups, or the model does not fit into them."""
+    spec, gpu = KNOWN_SPECS[parsed.model], roofline.GPUS[parsed.gpu]
+    costs = roofline.ModelCosts.of(spec)
+    tp = parsed.tp or roofline.group_size(costs, gpu)
+    if parsed.gpus % tp:
+        raise ConfigError(f"gpus: must be a multiple of a group's {tp} GPUs, got {parsed.gpus}")
+    kv_tokens = roofline.kv_tokens(costs, gpu, tp)
+    if not kv_tokens:
+        raise ConfigError(f"tp: {tp} x {gpu.name} have no memory for {spec.name} and its KV")
+    groups = parsed.gpus // tp
+    engine = Engine(
+        predictor=lambda shared: roofline.Roofline(costs, gpu, shared, tp),
+        groups=groups,
+        gpus_per_group=tp,
+        max_rows=parsed.chunk_tokens,
+        ttft_slo_s=parsed.ttft_slo_s,
+        tbt_slo_s=parsed.tbt_slo_s,
+        kv_tokens=kv_tokens,
+    )
+    source = (
+        f"Times are estimates from peak figures, of which {roofline.LINEAR_FRACTION:.0%} are taken "
+        f"as reached in linear layers, {roofline.ATTENTION_FRACTION:.0%} in prefill attention, "
+        f"{roofline.MEMORY_FRACTION:.0%} of memory bandwidth, {roofline.LINK_FRACTION:.0%} of "
+        "links; nothing was measured."
+    )
+    return Target(engine, f"{spec.name} on {parsed.gpus} x {gpu.name}", source)
+
+
+def report(premise: Premise, verdict: Verdict, target: Target) -> str:
+    """The whole text."""
+    demand, engine = premise.demand, premise.engine
+    groups = f"{engine.groups} {'group' if engine.groups == 1 else 'groups'}"
+    lines = [
+        f"{target.name}: {groups} of {engine.gpus_per_group}; "
+        f"TTFT {engine.ttft_slo_s:g} s, TBT {1000 * engine.tbt_slo_s:g} ms",
+        *textwrap.wrap(target.source, WIDTH),
+        "",
+        f"{'tokens':<24}{'mean':>9}{'p50':>9}{'p95':>9}{'p99':>9}{'most':>9}",
+        _row("prompt", demand.prompts.lengths),
+    ]
+    if demand.uncached is not None:
+        lines.append(_row("prompt less seen prefix", demand.uncached.lengths))
+    lines += [_row("output", demand.outputs), ""]
+    lines += [f"{name:<40}{value:>18}" for name, value in _facts(premise)]
+    findings = [f"{f.topic} ({f.answer.value}): {f.text}" for f in verdict.findings]
+    lines += ["", *(textwrap.fill(text, WIDTH, subsequent_indent="  ") for text in findings)]
+    return "\n".join([*lines, "", verdict.line])
+
+
+def _row(name: str, lengths: Lengths) -> str:
+    numbers = (lengths.mean, lengths.p50, lengths.p95, lengths.p99, lengths.longest)
+    return f"{name:<24}" + "".join(f"{number:>9,.0f}" for number in numbers)
+
+
+def _facts(premise: Premise) -> list[tuple[str, str]]:
+    demand, engine, decoding = premise.demand, premise.engine, premise.decoding
+    reuse = "not in the trace" if demand.prefix_reuse is None else f"{demand.prefix_reuse:.1%}"
+    fitting = decodes_in_memory(demand, engine)
+    gpus = None if premise.groups_p95 is None else premise.groups_p95 * engine.gpus_per_group
+    return [
+        ("requests", f"{demand.num_requests:,}"),
+        ("requests a second", f"{premise.rate_per_s:.3g}"),
+        ("prefix reuse, nothing ever evicted", reuse),
+        ("GPUs for the p95 prompt within TTFT", "more than tried" if gpus is None else str(gpus)),
+        ("decodes that run at once, each group", f"{decoding.concurrency:,}"),
+        ("that a group has memory for", "not known" if fitting is None else f"{fitting:,}"),
+        ("KV tokens that a decode reads", f"{demand.decode_context:,.0f}"),
+        ("one decode iteration", f"{1000 * decoding.iteration_s:.1f} ms"),
+        ("decode slack under TBT", f"{premise.slack:.1%}"),
+    ]
+
+
+def numbers(premise: Premise) -> dict[str, float]:
+    """Flat, by name; what is not known, or has no finite number, is left out."""
+    demand, engine, filled = premise.demand, premise.engine, premise.filled
+    values: dict[str, float | None] = {
+        "requests": demand.num_requests,
+        "duration_s": demand.duration_s,
+        "rate_per_s": premise.rate_per_s,
+        "groups": engine.groups,
+        "gpus_per_group": engine.gpus_per_group,
+        "ttft_slo_s": engine.ttft_slo_s,
+        "tbt_slo_s": engine.tbt_slo_s,
+        "prefix_reuse": demand.prefix_reuse,
+        "decode_context": demand.decode_context,
+        "decode_concurrency": premise.decoding.concurrency,
+        "decode_iteration_s": premise.decoding.iteration_s,
+        "decode_steady": int(premise.decoding.steady),
+        "decode_slack": premise.slack,
+        "decodes_in_memory": decodes_in_memory(demand, engine),
+        "p95_prefill_one_group_s": premise.p95_prefill_s,
+        "p95_prefill_all_groups_s": premise.p95_all_groups_s,
+        "offered_prompt_tokens_s": premise.offered_tokens_s,
+        "capacity_prompt_tokens_s": filled.capacity_tokens_s,
+        "filled_iteration_s": filled.target_s,
+        "filled_decodes": filled.decodes,
+        "filled_prefill_tokens": filled.tokens,
+    }
+    for name, groups in (
+        ("p95", premise.groups_p95),
+        ("p99", premise.groups_p99),
+        ("p95_uncached", premise.groups_p95_uncached),
+    ):
+        values[f"gpus_for_{name}"] = None if groups is None else groups * engine.gpus_per_group
+    kinds = {"prompt": demand.prompts.lengths, "output": demand.outputs}
+    if demand.uncached is not None:
+        kinds["uncached"] = demand.uncached.lengths
+    for kind, lengths in kinds.items():
+        values |= {f"{kind}_{name}": number for name, number in vars(lengths).items()}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def plot(demand: Demand, path: Path, drawing: Any) -> None:
+    """Histograms of prompt and output tokens on logarithmic axes, with prompts' percentiles."""
+    figure = drawing.Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.subplots()
+    kinds = (("prompt", demand.prompt_lengths), ("output", demand.output_lengths))
+    most = max(max(lengths) for _, lengths in kinds)
+    edges = [(most + 1) ** (step / PLOT_BINS) for step in range(PLOT_BINS + 1)]
+    for name, lengths in kinds:
+        axes.hist(lengths, bins=edges, alpha=0.6, label=name)
+    percentiles = demand.prompts.lengths
+    for style, name in ((":", "p50"), ("--", "p95"), ("-.", "p99")):
+        tokens = getattr(percentiles, name)
+        axes.axvline(tokens, color="black", linestyle=style, label=f"prompt {name}: {tokens:,}")
+    axes.set(xscale="log", xlabel="tokens", ylabel="requests")
+    axes.legend()
+    figure.savefig(path)
+
+
+def _matplotlib() -> Any:
+    """matplotlib.figure, which draws without a display."""
+    try:
+        return importlib.import_module("matplotlib.figure")
+    except ImportError as error:
+        raise ImportError("--plot needs matplotlib: pip install 'conflux-jax[plot]'") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())
