@@ -126,6 +126,7 @@ def roofline_target(parsed: argparse.Namespace) -> Target:
         ttft_slo_s=parsed.ttft_slo_s,
         tbt_slo_s=parsed.tbt_slo_s,
         kv_tokens=kv_tokens,
+        max_model_len=spec.max_position_embeddings,
     )
     source = (
         f"Times are estimates from peak figures, of which {roofline.LINEAR_FRACTION:.0%} are taken "
@@ -165,11 +166,13 @@ def _row(name: str, lengths: Lengths) -> str:
 def _facts(premise: Premise) -> list[tuple[str, str]]:
     demand, engine, decoding = premise.demand, premise.engine, premise.decoding
     reuse = "not in the trace" if demand.prefix_reuse is None else f"{demand.prefix_reuse:.1%}"
+    too_long = "not known" if premise.too_long is None else f"{premise.too_long:.1%}"
     fitting = decodes_in_memory(demand, engine)
     gpus = None if premise.groups_p95 is None else premise.groups_p95 * engine.gpus_per_group
     return [
         ("requests", f"{demand.num_requests:,}"),
         ("requests a second", f"{premise.rate_per_s:.3g}"),
+        ("longer than the model takes", too_long),
         ("prefix reuse, nothing ever evicted", reuse),
         ("GPUs for the p95 prompt within TTFT", "more than tried" if gpus is None else str(gpus)),
         ("decodes that run at once, each group", f"{decoding.concurrency:,}"),
@@ -191,6 +194,7 @@ def numbers(premise: Premise) -> dict[str, float]:
         "gpus_per_group": engine.gpus_per_group,
         "ttft_slo_s": engine.ttft_slo_s,
         "tbt_slo_s": engine.tbt_slo_s,
+        "requests_too_long": premise.too_long,
         "prefix_reuse": demand.prefix_reuse,
         "decode_context": demand.decode_context,
         "decode_concurrency": premise.decoding.concurrency,

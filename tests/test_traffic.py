@@ -57,6 +57,7 @@ def test_long_prompts(long_trace: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert numbers["prompt_p50"] == numbers["prompt_p95"] == numbers["prompt_longest"] == 65_536
     assert numbers["uncached_p50"] == 32_768 and numbers["uncached_p99"] == 65_536
     assert numbers["rate_per_s"] == 0.5
+    assert numbers["requests_too_long"] == 1.0  # of Qwen3-14B's 40,960 positions
     assert numbers["prefix_reuse"] == pytest.approx(0.45)
     assert numbers["gpus_for_p95"] == 4  # as published: at least 4 for 64K within 2 s
 

@@ -21,8 +21,8 @@ RUNAWAY = 10.0  # TBT targets that a decode iteration may last before it is said
 @dataclass(frozen=True)
 class Engine:
     """What the traffic is held against. predictor: by the number of groups that share a prompt.
-    max_rows: of one group in an iteration. kv_tokens: that a group has memory for; None where that
-    is not known."""
+    max_rows: of one group in an iteration. kv_tokens: that a group has memory for.
+    max_model_len: most tokens of prompt and output. Both None where that is not known."""
 
     predictor: Callable[[int], LatencyPredictor]
     groups: int
@@ -31,6 +31,7 @@ class Engine:
     ttft_slo_s: float
     tbt_slo_s: float
     kv_tokens: int | None = None
+    max_model_len: int | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,15 @@ class Premise:
     def slack(self) -> float:
         """Share of the TBT target that a decode iteration leaves; below 0 where it misses it."""
         return 1 - self.decoding.iteration_s / self.engine.tbt_slo_s
+
+    @property
+    def too_long(self) -> float | None:
+        """Share of requests whose prompt and output are more than the model takes."""
+        if (longest := self.engine.max_model_len) is None:
+            return None
+        demand = self.demand
+        pairs = zip(demand.prompt_lengths, demand.output_lengths, strict=True)
+        return sum(p + o > longest for p, o in pairs) / demand.num_requests
 
     @property
     def offered_tokens_s(self) -> float:

@@ -141,6 +141,13 @@ def test_it_holds():
     assert "2,000 prompt tokens a second" in found["Offered load"].text
 
 
+def test_requests_that_the_model_cannot_take():
+    # 90 + 10 tokens are all of 100; 91 + 10 and 200 + 10 are more.
+    demand = demand_of([90, 91, 200, 5], 10)
+    assert examine(demand, engine_of(LINEAR, max_model_len=100), 1.0).too_long == 0.5
+    assert examine(demand, engine_of(LINEAR), 1.0).too_long is None
+
+
 def sharing(blocks: int, of: int) -> Any:
     """Hashes of prompts of `of` blocks that all begin with the same `blocks`."""
     return lambda index: [
