@@ -69,8 +69,8 @@ def _long_prompts(premise: Premise) -> Finding:
         text += f". Not even {MAX_GROUPS} groups meet it."
         return Finding(Answer.PARTLY, topic, text, f"no number of groups meets TTFT at {target}")
     if premise.groups_p95 > engine.groups:
-        text += f". That takes {premise.groups_p95} groups, and there are {engine.groups}."
-        reason = f"the p95 prompt needs {premise.groups_p95} groups and there are {engine.groups}"
+        text += f". That takes {premise.groups_p95} groups; the engine has {engine.groups}."
+        reason = f"the p95 prompt needs {premise.groups_p95} groups, the engine has {engine.groups}"
         return Finding(Answer.PARTLY, topic, text, reason)
     if premise.groups_p95 > 1:
         text += f". It needs {premise.groups_p95} groups."

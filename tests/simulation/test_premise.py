@@ -161,7 +161,11 @@ def sharing(blocks: int, of: int) -> Any:
     [
         # 5 of 100 are rank 96 and up: p95 is short, p99 long.
         ({"demand": demand_of([500] * 95 + [2000] * 5, 10)}, "Long prompts", "only the longest"),
-        ({"demand": demand_of(LONG, 10), "groups": 2}, "Long prompts", "needs 3 .* there are 2"),
+        (
+            {"demand": demand_of(LONG, 10), "groups": 2},
+            "Long prompts",
+            "needs 3 groups, the engine has 2",
+        ),
         (
             {"demand": demand_of(LONG, 10), "ttft_slo_s": 0.005},
             "Long prompts",
