@@ -3,7 +3,8 @@ several groups of GPUs to have their first token in time, while decode iteration
 the target between tokens.
 
 TRACE is Mooncake JSONL (timestamp, input_length, output_length, hash_ids) or Azure CSV (TIMESTAMP,
-ContextTokens, GeneratedTokens), in order of arrival. Times are estimates from a GPU's peaks.
+ContextTokens, GeneratedTokens), in order of arrival. Times are those of a latency profile, or
+else estimates from a GPU's peaks.
 """
 
 from __future__ import annotations
@@ -24,9 +25,11 @@ from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.simulation import roofline
 from conflux_jax.simulation.demand import Demand, Lengths, measure
 from conflux_jax.simulation.premise import Engine, Premise, decodes_in_memory, examine
+from conflux_jax.simulation.profile import load_profile
 from conflux_jax.simulation.traces import TraceError, read_trace
 from conflux_jax.simulation.verdict import Verdict, judge
 
+MODEL, GPU, NUM_GPUS, CHUNK_TOKENS = "qwen3-14b", "h100", 4, 4096  # without a profile
 PLOT_BINS = 40
 PICTURES = (".png", ".svg", ".pdf")
 WIDTH = 100  # of the report
@@ -37,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parse(arguments)
     try:
         drawing = _matplotlib() if parsed.plot else None  # now, not after reading a long trace
-        target = roofline_target(parsed)
+        target = profile_target(parsed) if parsed.profile else roofline_target(parsed)
         demand = measure(read_trace(parsed.trace))
         rate_per_s = parsed.rate or demand.rate_per_s
         if rate_per_s is None:
@@ -60,15 +63,15 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="the trace to read")
-    add("--model", choices=KNOWN_SPECS, default="qwen3-14b", help="default: %(default)s")
-    add("--gpu", choices=roofline.GPUS, default="h100", help="default: %(default)s")
-    add("--gpus", type=_positive_int, default=4, help="GPUs in all (default: %(default)s)")
+    add("--profile", type=Path, help="a file that `python -m conflux_jax.calibrate` wrote")
+    add("--model", choices=KNOWN_SPECS, help=f"without a profile (default: {MODEL})")
+    add("--gpu", choices=roofline.GPUS, help=f"without a profile (default: {GPU})")
+    add("--gpus", type=_positive_int, help=f"in all (default: the profile's, or {NUM_GPUS})")
     add("--tp", type=_positive_int, help="GPUs of a group (default: as few as hold the weights)")
     add(
         "--chunk-tokens",
         type=_positive_int,
-        default=4096,
-        help="most tokens of a group in an iteration (default: %(default)s)",
+        help=f"most of a group in an iteration (default: the profile's, or {CHUNK_TOKENS})",
     )
     add("--ttft-slo-s", type=_positive, default=2.0, help="first token (default: %(default)s)")
     add("--tbt-slo-s", type=_positive, default=0.1, help="between tokens (default: %(default)s)")
@@ -109,20 +112,18 @@ class Target:
 
 def roofline_target(parsed: argparse.Namespace) -> Target:
     """Raises ConfigError where the GPUs make no groups, or the model does not fit into them."""
-    spec, gpu = KNOWN_SPECS[parsed.model], roofline.GPUS[parsed.gpu]
+    spec, gpu = KNOWN_SPECS[parsed.model or MODEL], roofline.GPUS[parsed.gpu or GPU]
     costs = roofline.ModelCosts.of(spec)
-    tp = parsed.tp or roofline.group_size(costs, gpu)
-    if parsed.gpus % tp:
-        raise ConfigError(f"gpus: must be a multiple of a group's {tp} GPUs, got {parsed.gpus}")
+    tp, gpus = parsed.tp or roofline.group_size(costs, gpu), parsed.gpus or NUM_GPUS
+    groups = _groups(gpus, tp)
     kv_tokens = roofline.kv_tokens(costs, gpu, tp)
     if not kv_tokens:
         raise ConfigError(f"tp: {tp} x {gpu.name} have no memory for {spec.name} and its KV")
-    groups = parsed.gpus // tp
     engine = Engine(
         predictor=lambda shared: roofline.Roofline(costs, gpu, shared, tp),
         groups=groups,
         gpus_per_group=tp,
-        max_rows=parsed.chunk_tokens,
+        max_rows=parsed.chunk_tokens or CHUNK_TOKENS,
         ttft_slo_s=parsed.ttft_slo_s,
         tbt_slo_s=parsed.tbt_slo_s,
         kv_tokens=kv_tokens,
@@ -134,7 +135,43 @@ def roofline_target(parsed: argparse.Namespace) -> Target:
         f"{roofline.MEMORY_FRACTION:.0%} of memory bandwidth, {roofline.LINK_FRACTION:.0%} of "
         "links; nothing was measured."
     )
-    return Target(engine, f"{spec.name} on {parsed.gpus} x {gpu.name}", source)
+    return Target(engine, f"{spec.name} on {gpus} x {gpu.name}", source)
+
+
+def profile_target(parsed: argparse.Namespace) -> Target:
+    """Raises ConfigError where the profile cannot be read, or a flag says what it says already."""
+    for name in ("model", "gpu", "tp"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(f"{name}: the profile says it; leave out --{name} or --profile")
+    profile, identity = load_profile(parsed.profile)
+    tp, device = identity["tp"], identity["device_kind"]
+    gpus = parsed.gpus or identity["sp"] * tp
+    engine = Engine(
+        predictor=profile.predictor,
+        groups=_groups(gpus, tp),
+        gpus_per_group=tp,
+        max_rows=parsed.chunk_tokens or profile.rows[-1],
+        ttft_slo_s=parsed.ttft_slo_s,
+        tbt_slo_s=parsed.tbt_slo_s,
+        max_model_len=identity["max_model_len"],
+    )
+    source = (
+        f"Times are those of the profile {parsed.profile}, measured with {profile.measured_groups} "
+        f"{'group' if profile.measured_groups == 1 else 'groups'}; for other numbers of them "
+        "attention is divided anew, and communication taken as it was measured."
+    )
+    if "cores" in identity:
+        source += (
+            " Its devices share the cores of one CPU, where more groups are no faster: take the "
+            "GPUs that a prompt needs from a GPU's profile."
+        )
+    return Target(engine, f"{identity['model']} ({identity['dtype']}) on {gpus} x {device}", source)
+
+
+def _groups(gpus: int, tp: int) -> int:
+    if gpus % tp:
+        raise ConfigError(f"gpus: must be a multiple of a group's {tp} GPUs, got {gpus}")
+    return gpus // tp
 
 
 def report(premise: Premise, verdict: Verdict, target: Target) -> str:
