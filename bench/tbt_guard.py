@@ -43,7 +43,7 @@ ROUNDS, QUICK_ROUNDS = 3, 1
 
 @dataclass(frozen=True)
 class Run:
-    """gaps_s: seconds between a decode's tokens, of all. prefill_tokens_s: prompt tokens a second."""
+    """gaps_s: seconds between a decode's tokens. prefill_tokens_s: prompt tokens a second."""
 
     gaps_s: np.ndarray
     prefill_tokens_s: float

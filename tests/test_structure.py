@@ -17,11 +17,12 @@ COMMANDS = (
     "conflux_jax.serve",
     "conflux_jax.client",
     "conflux_jax.convert",
-    "conflux_jax.calibrate",
     "conflux_jax.traffic",
     "bench.h100",
     "bench.long_prefill",
     "bench.overlap_host",
+    "bench.scheduler",
+    "bench.tbt_guard",
     "bench.throughput",
     "bench.warmup",
 )
