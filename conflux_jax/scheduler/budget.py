@@ -83,11 +83,13 @@ class Budget:
         With a target: the highest rung of the ladder that is predicted to meet it; predictions rise
         with the rung, so it is found by bisection. None meets it: no prefill now, unless the
         decodes alone miss it; then prefill goes on at the lowest rung, since to hold it back would
-        save nothing and could last for ever. Without: the rung of most tokens a second.
+        save nothing and could last for ever. Without a target: the highest rung; where nothing
+        decodes, that of most tokens a second.
         """
-        if self.predictor is None or not prompts:
+        no_target = math.isinf(decodes.target_s)
+        if self.predictor is None or not prompts or (no_target and any(decodes.loads)):
             return self._fill(self.max_level, decodes, prompts)
-        if math.isinf(decodes.target_s):
+        if no_target:
             options = [self._predicted(level, decodes, prompts) for level in self._levels]
             return max(options, key=lambda c: sum(c.lengths) / c.predicted_s)
         low, high = -1, len(self._levels) - 1  # rungs: `low` meets the target, all above `high` not

@@ -32,9 +32,13 @@ def test_room_is_what_levels_and_the_whole_leave():
     assert budget().room(300, (400, 400, 400, 400)) == 0
 
 
-def test_without_a_model_it_is_the_whole_level():
-    chosen = budget().choose(Decodes((40, 10, 10, 0), (0, 0, 0, 0), 0, 0.001), [(0, 900), (5, 900)])
-    assert chosen == Chosen(300, 1140, [900, 240])
+def test_without_a_model_or_a_target_it_is_the_whole_level():
+    prompts = [(0, 900), (5, 900)]
+    decodes = Decodes((40, 10, 10, 0), (0, 0, 0, 0), 0, 0.001)
+    assert budget().choose(decodes, prompts) == Chosen(300, 1140, [900, 240])
+    free = decodes._replace(target_s=math.inf)
+    made = budget(predictor=Linear(0.0, 1e-3, 1e-6))  # long prompts make small levels look better
+    assert made.choose(free, prompts) == Chosen(300, 1140, [900, 240])
 
 
 def test_a_worked_level():
