@@ -134,7 +134,7 @@ def test_preempted_twice_and_more(runner: Runner):
     draw = random.Random(3)
     requests = [
         make_request(f"r{i}", prompt(i, draw.randint(2, 40)), draw.randint(10, 60))
-        for i in range(16)
+        for i in range(28)
     ]
     plenty = Serving(runner, settings(runner))
     short = Serving(runner, settings(runner), num_pages=34)  # what the largest needs
