@@ -1,8 +1,8 @@
 """The free lists of KV pages, one per group.
 
 Pages have no order that matters, so a free list is a stack: taking and giving back cost O(pages
-asked). One byte a page says whether it is out, so that a double free is an error where it happens
-and not a wrong token much later.
+asked). The set of pages that are out makes a double free an error where it happens and not a wrong
+token much later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PagePool:
     def __init__(self, groups: int, num_pages: int):
         self.num_pages = num_pages
         self._free = [list(range(num_pages - 1, -1, -1)) for _ in range(groups)]
-        self._out = [bytearray(num_pages) for _ in range(groups)]
+        self._out: list[set[int]] = [set() for _ in range(groups)]
 
     def num_free(self, group: int) -> int:
         return len(self._free[group])
@@ -37,19 +37,21 @@ class PagePool:
             return ()
         pages = tuple(free[: -count - 1 : -1])
         del free[-count:]
-        out = self._out[group]
-        for page in pages:
-            out[page] = 1
+        self._out[group].update(pages)
         return pages
 
     def free(self, group: int, pages: Sequence[int]) -> None:
-        """Give pages back. Raises PageError, at the first that is not out, for a page freed twice
-        or one that this pool does not have."""
-        out = self._out[group]
-        for page in pages:
-            if not 0 <= page < self.num_pages:
-                raise PageError(f"group {group}: page {page} is not of this pool")
-            if not out[page]:
-                raise PageError(f"group {group}: page {page} is free already")
-            out[page] = 0
+        """Give pages back. Raises PageError, and takes none of them, for a page freed twice or one
+        that this pool does not have."""
+        out, given = self._out[group], set(pages)
+        if len(given) < len(pages) or not given <= out:
+            raise self._refusal(group, pages)
+        out -= given
         self._free[group].extend(reversed(pages))
+
+    def _refusal(self, group: int, pages: Sequence[int]) -> PageError:
+        """That names the first page which cannot be given back."""
+        left = set(self._out[group])
+        first = next(page for page in pages if page not in left or left.remove(page))
+        problem = "is free already" if 0 <= first < self.num_pages else "is not of this pool"
+        return PageError(f"group {group}: page {first} {problem}")
