@@ -24,6 +24,7 @@ from conflux_jax.scheduler.latency_model import (
     LatencyModel,
     num_samples,
     padded_context,
+    read_share,
     work_share,
 )
 
@@ -101,9 +102,15 @@ class _Terms:
         # What a constant would say of the head, the linear part's says already.
         fixed = [_ramps(rows, sizes["linear"]), _ramps(samples, sizes["head"])[:, 1:]]
         fixed.append(np.array([[float(bucket.handoff)] for bucket in buckets]))
-        work = [shape.prefill_work * work_share(shape.bucket, groups) for shape in shapes]
+        work = [
+            (
+                shape.prefill_work * work_share(shape.bucket, groups),
+                shape.prefill_work * read_share(groups),
+            )
+            for shape in shapes
+        ]
         chunks = [(shape.num_chunks, shape.prefill_tokens) for shape in shapes]
-        prefill = [_ramps(rows, sizes["communication"]), np.array(work)[:, None], np.array(chunks)]
+        prefill = [_ramps(rows, sizes["communication"]), np.array(work), np.array(chunks)]
         contexts = [
             (shape.context_tokens, shape.all_context_tokens, padded_context(shape))
             for shape in shapes
@@ -158,6 +165,7 @@ class _Terms:
             handoff_s=next(values),
             communication=curve("communication"),
             work_s=next(values),
+            read_s=next(values),
             chunk_s=next(values),
             token_s=next(values),
             decode_rows=curve("decode_rows"),

@@ -106,6 +106,8 @@ class Budget:
         self._last = max(low, 0)
         if low < 0 and self.predict_s(self._shape(decodes, best, prompts)) > decodes.target_s:
             return self._lowest(decodes, prompts)
+        if low < 0 or not any(best.lengths):
+            self.corrections[True].relax()
         return best
 
     def predict_s(self, shape: IterationShape) -> float:

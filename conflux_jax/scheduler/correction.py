@@ -11,8 +11,10 @@ from dataclasses import dataclass
 LOWEST, HIGHEST = 0.25, 4.0  # bounds of a ratio: past them the profile is of another machine
 STEP = 0.08  # share of the newest ratio in the mean: a change is 98% absorbed after 50 iterations
 ON_TIME = 0.995  # share of iterations that shall stay within the prediction that is planned with
+FIRST_MARGIN = 1.12  # a profile that is good enough is off by that in one iteration of twenty
 MARGIN_STEP = 0.02
 MOST_MARGIN = 1.5
+RELAX = 0.02  # share by which an unused correction goes back to what it began with
 
 
 @dataclass
@@ -24,7 +26,7 @@ class Correction:
     """
 
     ratio: float = 1.0
-    margin: float = 1.05
+    margin: float = FIRST_MARGIN
 
     @property
     def factor(self) -> float:
@@ -40,3 +42,9 @@ class Correction:
         step = ON_TIME if late else ON_TIME - 1.0
         self.margin = min(max(self.margin + MARGIN_STEP * step, 1.0), MOST_MARGIN)
         self.ratio += STEP * (seen - self.ratio)
+
+    def relax(self) -> None:
+        """It kept an iteration from being planned, so nothing was seen that could have lowered it.
+        A little nearer to its beginning, so that it is tried again some time."""
+        self.ratio += RELAX * min(1.0 - self.ratio, 0.0)
+        self.margin += RELAX * min(FIRST_MARGIN - self.margin, 0.0)

@@ -123,7 +123,8 @@ class LatencyModel:
 
     linear: by the bucket's rows. head: by the rows that may sample. handoff_s: of a program that
     hands KV over. communication: the prefill path's static part, by the bucket's rows (the largest
-    shard). work_s: of a query-key pair of one group; chunk_s and token_s: of a chunk, of a token of
+    shard). work_s: of a query-key pair of one group. read_s: of a key that a block of queries reads
+    there, however few queries it has. chunk_s and token_s: of a chunk, of a token of
     it. decode_rows: the decode path's static part, by the bucket's decode rows. context_s: of a KV
     token of the group with most. all_context_s: of one of any group, where groups share a
     processor. padded_context_s: of one that is read because rows run as long as the longest: see
@@ -141,6 +142,7 @@ class LatencyModel:
     handoff_s: float
     communication: Curve
     work_s: float
+    read_s: float
     chunk_s: float
     token_s: float
     decode_rows: Curve
@@ -201,7 +203,8 @@ class LatencyModel:
         fixed = self.linear.at(bucket.rows) + head + (self.handoff_s if bucket.handoff else 0.0)
         prefill = self.communication.at(bucket.rows) if bucket.prefill else 0.0
         decode = self.decode_rows.at(bucket.decode_rows) if bucket.decode_rows else 0.0
-        return fixed, prefill, decode, self.work_s * work_share(bucket, self.groups)
+        pair_s = self.work_s * work_share(bucket, self.groups)
+        return fixed, prefill, decode, pair_s + self.read_s * read_share(self.groups)
 
     def to_json(self) -> str:
         model = {item.name: getattr(self, item.name) for item in _stored_fields()}
@@ -275,6 +278,12 @@ def work_share(bucket: Bucket, groups: int) -> float:
     """Of `prefill_work`, what one group's devices compute: they share the heads, and a program with
     fewer rows in all than QUERY_BLOCK has blocks of that many queries."""
     return min(1.0, groups * bucket.rows / QUERY_BLOCK) / groups
+
+
+def read_share(groups: int) -> float:
+    """Of `prefill_work`, the keys that one group's devices read: all of a block's queries use what
+    is read once, and the groups share the heads."""
+    return 1.0 / (QUERY_BLOCK * groups)
 
 
 def _stored_fields() -> list[Any]:

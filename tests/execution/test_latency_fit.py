@@ -23,6 +23,7 @@ SERIAL = LatencyModel(
     handoff_s=0.002,
     communication=Curve((32, 256), (0.002, 0.006)),
     work_s=2e-7,
+    read_s=5e-6,
     chunk_s=2e-4,
     token_s=1e-6,
     decode_rows=Curve((1, 32), (0.001, 0.004)),

@@ -43,13 +43,13 @@ def test_without_a_model_or_a_target_it_is_the_whole_level():
 
 def test_a_worked_level():
     """1 ms a row: decodes of 40 rows beside a target of 110 ms leave levels up to the rung under
-    110 / 1.05, the margin that a new correction has: 4 * rung - 60 tokens fit at it."""
+    110 / 1.12, the margin that a new correction has: 4 * rung - 60 tokens fit at it."""
     made = budget(predictor=Linear(per_row_s=1e-3))
     chosen = made.choose(Decodes((40, 10, 10, 0), (0, 0, 0, 0), 0, 0.110), [(0, 5000)])
-    rungs = [rung for rung in made._ladders.rows if rung * 1.05 <= 110]
+    rungs = [rung for rung in made._ladders.rows if rung * 1.12 <= 110]
     assert chosen.level == max(rungs) and 40 < max(rungs) < 110
     assert chosen.lengths == [4 * max(rungs) - 60]
-    assert chosen.predicted_s == pytest.approx(max(rungs) * 1.05e-3)
+    assert chosen.predicted_s == pytest.approx(max(rungs) * 1.12e-3)
 
 
 LOADS = st.lists(st.integers(0, 64), min_size=4, max_size=4)
@@ -77,7 +77,7 @@ def test_the_level_is_the_highest_feasible_rung(loads, prompts, target_ms, work,
         bucket = made._ladders.fit(loads, shares, True)
         pairs = sum(prefill_work(p[0], n) for p, n in zip(prompts, lengths, strict=True))
         plain = predictor.of(bucket.rows, pairs, max(contexts))
-        return plain * 1.05  # the margin of a fresh correction
+        return plain * 1.12  # the margin of a fresh correction
 
     rungs = [rung for rung in (*made._ladders.rows, 300) if rung <= 300]
     feasible = [lengths_at(r) for r in rungs if predicted(lengths_at(r)) <= decodes.target_s]
@@ -105,4 +105,4 @@ def test_without_decodes_the_rung_of_most_tokens_a_second(prompts, work):
         bucket = made._ladders.fit((0,) * 4, waterfill((0,) * 4, level, sum(lengths)), True)
         pairs = sum(prefill_work(p[0], n) for p, n in zip(prompts, lengths, strict=True))
         speeds.append(sum(lengths) / predictor.of(bucket.rows, pairs, 0))
-    assert sum(chosen.lengths) / chosen.predicted_s * 1.05 == pytest.approx(max(speeds))
+    assert sum(chosen.lengths) / chosen.predicted_s * 1.12 == pytest.approx(max(speeds))

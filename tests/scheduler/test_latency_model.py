@@ -31,6 +31,7 @@ MODEL = LatencyModel(
     handoff_s=0.002,
     communication=Curve((16, 64), (0.003, 0.005)),
     work_s=1e-8,
+    read_s=0.0,
     chunk_s=1e-4,
     token_s=1e-6,
     decode_rows=Curve((1, 16), (0.001, 0.002)),
