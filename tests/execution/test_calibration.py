@@ -168,7 +168,7 @@ def test_errors_and_noise_by_kind():
     def flat(seconds: float) -> Curve:
         return Curve((1,), (seconds,))
 
-    model = LatencyModel({}, 1, 1, flat(1.0), flat(0), 0, flat(0), *[0] * 4, flat(0), 0, 0, 0)
+    model = LatencyModel({}, 1, 1, flat(1.0), flat(0), 0, flat(0), 0, 0, 0, 0, flat(0), 0, 0, 0)
     decode = Workload(Bucket(1, 1, False, False), ((5,),))
     prefill = Workload(Bucket(1, 0, True, False), ((),), ((0, 1),), (1,))
     found = Calibration(

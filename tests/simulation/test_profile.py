@@ -27,7 +27,21 @@ IDENTITY = {
 FREE = Curve((1,), (0.0,))
 # 0.5 s an iteration of up to 16 rows and 1 s one of 32; nothing else costs anything.
 MODEL = LatencyModel(
-    IDENTITY, 2, 1, Curve((16, 32), (0.5, 1.0)), FREE, 0.0, FREE, *[0.0] * 4, FREE, 0.0, 0.0, 0.0
+    IDENTITY,
+    2,
+    1,
+    Curve((16, 32), (0.5, 1.0)),
+    FREE,
+    0.0,
+    FREE,
+    0.0,
+    0.0,
+    0.0,
+    0.0,
+    FREE,
+    0.0,
+    0.0,
+    0.0,
 )
 TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:00,128,1\n"
 
