@@ -82,9 +82,10 @@ class Budget:
 
         With a target: the highest rung of the ladder that is predicted to meet it; predictions rise
         with the rung, so it is found by bisection. None meets it: no prefill now, unless the
-        decodes alone miss it; then prefill goes on at the lowest rung, since to hold it back would
-        save nothing and could last for ever. Without a target: the highest rung; where nothing
-        decodes, that of most tokens a second.
+        decodes alone miss it or there are none (the target is then of one whose KV is on its way);
+        then prefill goes on at the lowest rung, since to hold it back would save nothing and could
+        last for ever. Without a target: the highest rung; where nothing decodes, that of most
+        tokens a second.
         """
         no_target = math.isinf(decodes.target_s)
         if self.predictor is None or not prompts or (no_target and any(decodes.loads)):
@@ -104,7 +105,7 @@ class Budget:
                 high = probe - 1
                 probe = high if probe == self._last else (low + high + 1) // 2
         self._last = max(low, 0)
-        if low < 0 and self.predict_s(self._shape(decodes, best, prompts)) > decodes.target_s:
+        if low < 0 and (not any(decodes.loads) or self._alone_s(decodes) > decodes.target_s):
             return self._lowest(decodes, prompts)
         if low < 0 or not any(best.lengths):
             self.corrections[True].relax()
@@ -139,6 +140,10 @@ class Budget:
             prefill_tokens=sum([length for _, length in chunks]),
             prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
         )
+
+    def _alone_s(self, decodes: Decodes) -> float:
+        """Of an iteration without prefill."""
+        return self.predict_s(self._shape(decodes, Chosen(0, 0, []), ()))
 
     def _lowest(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         """At the lowest rung that has room."""

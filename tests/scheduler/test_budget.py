@@ -52,6 +52,13 @@ def test_a_worked_level():
     assert chosen.predicted_s == pytest.approx(max(rungs) * 1.12e-3)
 
 
+def test_without_decodes_something_runs_whatever_the_target():
+    """1 ms, for which even the lowest rung of 16 rows a group is too long."""
+    made = budget(predictor=Linear(per_row_s=1e-3))
+    chosen = made.choose(Decodes((0,) * 4, (0,) * 4, 0, 0.001), [(0, 900)])
+    assert chosen.lengths == [64]
+
+
 LOADS = st.lists(st.integers(0, 64), min_size=4, max_size=4)
 PROMPTS = st.lists(st.tuples(st.integers(0, 30_000), st.integers(1, 6000)), min_size=1, max_size=5)
 
@@ -84,7 +91,7 @@ def test_the_level_is_the_highest_feasible_rung(loads, prompts, target_ms, work,
     chosen = made.choose(decodes, prompts)
     if feasible:
         assert chosen.lengths == feasible[-1]
-    elif predicted([0] * len(prompts)) > decodes.target_s:
+    elif not any(loads) or predicted([0] * len(prompts)) > decodes.target_s:
         roomy = [lengths_at(rung) for rung in rungs if sum(lengths_at(rung))]
         assert chosen.lengths == (roomy[0] if roomy else [0] * len(prompts))
     else:
