@@ -25,7 +25,7 @@ from conflux_jax.plan import (
 )
 from conflux_jax.request import Request, SamplingParams
 from conflux_jax.scheduler.buckets import Ladders
-from conflux_jax.scheduler.latency_model import IterationShape, prefill_work
+from conflux_jax.scheduler.latency_model import IterationShape, iteration_shape
 from conflux_jax.scheduler.waterfill import waterfill
 
 ATTEMPTS = 50  # draws for a bucket before it counts as one that no iteration can have
@@ -35,13 +35,15 @@ SHORTEST_CONTEXT = 16
 @dataclass(frozen=True)
 class Workload:
     """What one iteration does. contexts[group]: KV tokens of each decode there. chunks: (tokens
-    before it, its tokens). shares[group]: prefill tokens. handoff: whether KV moves."""
+    before it, its tokens). shares[group]: prefill tokens. handoff: whether KV moves. shared:
+    see `iteration_shape`."""
 
     bucket: Bucket
     contexts: tuple[tuple[int, ...], ...]
     chunks: tuple[tuple[int, int], ...] = ()
     shares: tuple[int, ...] = ()
     handoff: bool = False
+    shared: bool = False
 
     @property
     def kind(self) -> str:
@@ -52,15 +54,8 @@ class Workload:
     @property
     def shape(self) -> IterationShape:
         totals = [sum(group) for group in self.contexts]
-        return IterationShape(
-            bucket=self.bucket,
-            context_tokens=max(totals),
-            all_context_tokens=sum(totals),
-            longest_context=max((max(group) for group in self.contexts if group), default=0),
-            num_chunks=len(self.chunks),
-            prefill_tokens=sum(length for _, length in self.chunks),
-            prefill_work=sum(prefill_work(start, length) for start, length in self.chunks),
-        )
+        longest = max((max(group) for group in self.contexts if group), default=0)
+        return iteration_shape(self.bucket, totals, longest, self.chunks, self.shared)
 
 
 class WorkloadSampler:
@@ -99,7 +94,8 @@ class WorkloadSampler:
             chunks = self._chunks(sum(shares), self.limits.max_slots - sum(loads))
         if self.ladders.fit(loads, shares, bucket.handoff) != bucket:
             return None
-        return Workload(bucket, self._contexts(loads), chunks, shares, bucket.handoff)
+        shared = self.limits.geometry.shared
+        return Workload(bucket, self._contexts(loads), chunks, shares, bucket.handoff, shared)
 
     def _loads(self, bucket: Bucket, slots: int) -> list[int]:
         """Decodes of each group, the same in all of them or in none."""

@@ -15,7 +15,11 @@ from typing import NamedTuple
 from conflux_jax.plan import Bucket, PoolGeometry
 from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.scheduler.correction import Correction
-from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor, prefill_work
+from conflux_jax.scheduler.latency_model import (
+    IterationShape,
+    LatencyPredictor,
+    iteration_shape,
+)
 from conflux_jax.scheduler.waterfill import waterfill
 
 
@@ -127,19 +131,9 @@ class Budget:
     def shape(
         self, decodes: Decodes, chunks: Sequence[tuple[int, int]], bucket: Bucket
     ) -> IterationShape:
-        """chunks: (start, length). Where pages are shared, decode attention is spread over the
-        groups."""
-        contexts = decodes.contexts
-        total = sum(contexts)
-        return IterationShape(
-            bucket=bucket,
-            context_tokens=-(-total // len(contexts)) if self._geometry.shared else max(contexts),
-            all_context_tokens=total,
-            longest_context=decodes.longest,
-            num_chunks=len(chunks),
-            prefill_tokens=sum([length for _, length in chunks]),
-            prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
-        )
+        """chunks: (start, length)."""
+        shared = self._geometry.shared
+        return iteration_shape(bucket, decodes.contexts, decodes.longest, chunks, shared)
 
     def _alone_s(self, decodes: Decodes) -> float:
         """Of an iteration without prefill."""

@@ -67,6 +67,28 @@ def prefill_work(start: int, length: int) -> int:
     return (context + own) * QUERY_BLOCK * KEY_BLOCK
 
 
+def iteration_shape(
+    bucket: Bucket,
+    contexts: Sequence[int],
+    longest_context: int,
+    chunks: Sequence[tuple[int, int]],
+    shared: bool,
+) -> IterationShape:
+    """contexts: KV tokens that the decodes of each group read. chunks: (start, length). shared:
+    decode attention is spread over the groups (`PoolGeometry.shared`), each with its part of all.
+    """
+    total = sum(contexts)
+    return IterationShape(
+        bucket=bucket,
+        context_tokens=-(-total // len(contexts)) if shared else max(contexts),
+        all_context_tokens=total,
+        longest_context=longest_context,
+        num_chunks=len(chunks),
+        prefill_tokens=sum([length for _, length in chunks]),
+        prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
+    )
+
+
 class LatencyPredictor(Protocol):
     """Seconds of an iteration; monotone in every number of its shape."""
 
