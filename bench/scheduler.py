@@ -1,9 +1,9 @@
 """What a scheduling pass costs: the host's part of every iteration, without a device.
 
-The real scheduler with a latency model plans for a device that answers at once: 8 groups, 1,024
-running decodes, and prompts waiting, with targets, so that each pass looks for a budget by the
-model. A pass is `schedule()`. `commit()`, which takes the tokens of an iteration in, is timed
-apart. The second table is the growth with the number that waits.
+The real scheduler plans for a device that takes as long as its latency model says: 8 groups, about
+1,024 running decodes, and long prompts waiting, with targets, so that each pass looks for a budget
+by the model. A pass is `schedule()`. `commit()`, which takes the tokens of an iteration in, is
+timed apart. The rows of the table are the growth with the number that waits.
 """
 
 from __future__ import annotations
@@ -30,19 +30,25 @@ from conflux_jax.scheduler.scheduler import Scheduler
 GROUPS, DECODES, WAITING = 8, 1024, 4096
 CURVE = (0, 1_000, 4_096, 20_000, 100_000)
 PASSES, QUICK_PASSES = 2000, 300
-STEP_S = 0.03
 PAGE_TOKENS = 16
+PROMPT, SPREAD = 8.5, 1.0  # lognormal, mean 8,100 tokens: an iteration's budget holds about one
+OUTPUTS = 1100  # mean; so one ends about as often as one begins
+TTFT_SLO_S = (5.0, 600.0)  # uniform: some are late, most are not
 
 
-@dataclass(frozen=True)
+@dataclass
 class Roofline:
-    """Any latency model does here; it must cost as much as a fitted one."""
+    """Any latency model does here; it must cost as much as a fitted one. latest_s: of the shape
+    asked last, which in a pass is that of its plan: so long does the device take."""
+
+    latest_s: float = 0.0
 
     def predict_s(self, shape: IterationShape) -> float:
         linear = 4e-3 + 2.5e-5 * shape.bucket.rows
         decode = 1e-5 * shape.bucket.decode_rows + 1.2e-8 * shape.context_tokens
         prefill = 5e-6 * shape.bucket.rows + 1.5e-10 * shape.prefill_work / GROUPS
-        return linear + max(decode + 0.1 * prefill, prefill + 0.1 * decode)
+        self.latest_s = linear + max(decode + 0.1 * prefill, prefill + 0.1 * decode)
+        return self.latest_s
 
 
 class Load:
@@ -55,26 +61,32 @@ class Load:
             max_num_batched_tokens=8192,
             max_waiting=max(CURVE) + WAITING,
             ordering=ordering,
-            ttft_slo_s=20.0,
             tbt_slo_s=0.05,
         )
-        geometry = PoolGeometry(GROUPS, 60_000, PAGE_TOKENS, PAGE_TOKENS * GROUPS)
+        geometry = PoolGeometry(GROUPS, 120_000, PAGE_TOKENS, PAGE_TOKENS * GROUPS)
         ladders = Ladders.make(config.max_num_seqs, 1024, 1.125, handoff=True)
-        self._scheduler = Scheduler(config, geometry, ladders, 131_072, Roofline())
+        self._device = Roofline()
+        self._scheduler = Scheduler(config, geometry, ladders, 131_072, self._device)
         self._random = random.Random(waiting)
         self._number = 0
+        self._refills = False
         self._now = 0.0
-        self._pending: IterationPlan | None = None
+        self._pending: tuple[IterationPlan, float] | None = None
         for _ in range(DECODES):
-            self._add(self._random.randint(50, 400), 1500)
+            self._add(self._random.randint(50, 400), self._random.randint(200, 2 * OUTPUTS))
         while sum(self._scheduler.load().num_decodes) < DECODES:
             self.turn()
+        self._refills = True
         for _ in range(waiting):
-            self._add(int(self._random.lognormvariate(8.5, 1.0)) + 1, 200)
+            self._add_long()
+
+    def _add_long(self) -> None:
+        prompt = int(self._random.lognormvariate(PROMPT, SPREAD)) + 1
+        self._add(prompt, self._random.randint(1, 2 * OUTPUTS))
 
     def _add(self, prompt: int, outputs: int) -> None:
         self._number += 1
-        params = SamplingParams(max_tokens=outputs, ignore_eos=True, temperature=0.0)
+        params = SamplingParams(outputs, 0.0, ttft_slo_s=self._random.uniform(*TTFT_SLO_S))
         tokens = (7,) * min(prompt, 100_000)
         request = Request(str(self._number), tokens, params, outputs, arrival_s=self._now)
         self._scheduler.add(request)
@@ -84,19 +96,18 @@ class Load:
         started_s = time.perf_counter()
         plan = self._scheduler.schedule(self._now)
         planned_s = time.perf_counter()
-        ended = 0
-        self._now += STEP_S
-        commit_s = 0.0
+        step_s, ended, commit_s = self._device.latest_s, 0, 0.0
         if self._pending is not None:
-            tokens = np.full(len(self._pending.samples), 5, np.int32)
-            output = StepOutput(tokens, self._pending.predicted_s)
+            done, elapsed_s = self._pending
+            self._now += elapsed_s
+            output = StepOutput(np.full(len(done.samples), 5, np.int32), elapsed_s)
             before_s = time.perf_counter()
-            events = self._scheduler.commit(self._pending, output, self._now)
+            events = self._scheduler.commit(done, output, self._now)
             commit_s = time.perf_counter() - before_s
             ended = sum(event.finish_reason is not None for event in events)
-        self._pending = plan
-        for _ in range(ended if self._number > DECODES else 0):
-            self._add(int(self._random.lognormvariate(8.5, 1.0)) + 1, 200)
+        self._pending = None if plan is None else (plan, step_s)
+        for _ in range(ended if self._refills else 0):
+            self._add_long()
         return planned_s - started_s, commit_s
 
 

@@ -9,6 +9,7 @@ A slot is a small integer that a request holds from admission to its end (or pre
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from conflux_jax.request import Logprobs, Request
+
+type Pages = array[int]  # numbers of pages, int32 ("i"); not to be written to once in a plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +100,7 @@ class Admission:
     slot: int
     request: Request
     token_ids: Sequence[int]
-    prefill_pages: tuple[tuple[int, ...], ...]
+    prefill_pages: tuple[Pages, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ class Placement:
 
     slot: int
     group: int
-    pages: tuple[int, ...]
+    pages: Pages
 
 
 @dataclass(frozen=True, slots=True)

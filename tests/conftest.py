@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 
@@ -12,6 +13,8 @@ from conflux_jax.models.loading import find_model
 jax.config.update(
     "jax_num_cpu_devices", 4
 )  # before anything uses JAX: the largest mesh of the tests
+hypothesis.settings.register_profile("unhurried", deadline=None)  # tests never judge by time
+hypothesis.settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

@@ -192,7 +192,7 @@ def test_a_cut_character_is_shown_at_the_end_only(byte_codec: TextCodec):
     assert streamed(byte_codec, [*ids[:-1], 66]) == ["a", "", "", "\ufffdB", ""]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, 49151), max_size=40), skip=st.booleans())
 def test_pieces_joined_are_the_whole(smollm2: TextCodec, ids: list[int], skip: bool):
     pieces = streamed(smollm2, ids, skip_special_tokens=skip)
@@ -201,14 +201,14 @@ def test_pieces_joined_are_the_whole(smollm2: TextCodec, ids: list[int], skip: b
     assert ("\ufffd" in "".join(pieces)) == ("\ufffd" in whole)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(ids=st.lists(st.integers(0, TOKENIZER_SIZE - 1), max_size=30), skip=st.booleans())
 def test_any_bytes_decode_as_tokenizers_does(byte_codec: TextCodec, ids: list[int], skip: bool):
     whole = byte_codec._tokenizer.decode(ids, skip_special_tokens=skip)
     assert "".join(streamed(byte_codec, ids, skip_special_tokens=skip)) == whole
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     ids=st.lists(st.integers(0, 263), max_size=20), skip=st.booleans(), continuation=st.booleans()
 )
@@ -296,7 +296,7 @@ def test_special_tokens_are_not_shown(byte_codec: TextCodec):
 few_letters = st.text(alphabet="ab#ď\u9f9c", max_size=24)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     text=few_letters,
     stop=st.lists(st.text(alphabet="ab#ď\u9f9c", min_size=1, max_size=4), max_size=3),
@@ -310,7 +310,7 @@ def test_stops_do_not_depend_on_how_tokens_cut_the_text(
         assert ("".join(pieces), stopped) == expected
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     ids=st.lists(st.integers(0, TOKENIZER_SIZE - 1), max_size=30),
     stop=st.lists(st.sampled_from(["\ufffd", "a", "\x00\x01", "\ufffd\ufffd"]), max_size=2),

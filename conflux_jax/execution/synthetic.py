@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,7 @@ from conflux_jax.plan import (
     DecodeRows,
     Handoff,
     IterationPlan,
+    Pages,
     Placement,
     PrefillChunk,
 )
@@ -211,9 +213,9 @@ class SyntheticPlans:
         count = min(pages, self._limits.handoff_pages)
         return (Handoff(slot, 0, pages - count, count, tokens),)
 
-    def _stretch(self, slot: int, count: int) -> tuple[int, ...]:
+    def _stretch(self, slot: int, count: int) -> Pages:
         first = slot * len(self._pages) // self._limits.max_slots
-        return tuple(self._pages[(first + i) % len(self._pages)] for i in range(count))
+        return array("i", [self._pages[(first + i) % len(self._pages)] for i in range(count)])
 
 
 def longest_request(limits: BatchLimits) -> int:

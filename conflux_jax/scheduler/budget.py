@@ -142,9 +142,8 @@ class Budget:
     def _lowest(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         """At the lowest rung that has room."""
         for level in self._levels:
-            chosen = self._predicted(level, decodes, prompts)
-            if chosen.tokens:
-                return chosen
+            if self.room(level, decodes.loads):
+                return self._predicted(level, decodes, prompts)
         return Chosen(0, 0, [0] * len(prompts))
 
     def _predicted(

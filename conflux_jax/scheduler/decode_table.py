@@ -7,8 +7,7 @@ something happens: a page to open, an end.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -19,7 +18,15 @@ if TYPE_CHECKING:
 
 _SLOT, _POSITION, _NEW_PAGE, _CAPACITY, _END, _IN_USE = range(6)
 _FREE_ROW = (0, 0, -1, -1, -1, 0)
-_FIRST_ROWS = 16
+_FIRST_ROWS, _FIRST_PAGES = 16, 8
+
+
+class Members(NamedTuple):
+    """Of one group, by row. Kept until somebody joins or leaves: to touch a thousand objects at
+    each iteration would cost more than all that is computed for them."""
+
+    ids: tuple[str, ...]
+    states: tuple[RequestState, ...]
 
 
 class DecodeTable:
@@ -29,14 +36,17 @@ class DecodeTable:
 
     All groups are one array `[columns, groups, rows]`, since it is the number of operations that
     costs, not their size. A row that is not in use has a capacity and an end that no position
-    reaches, and does not move.
+    reaches, and does not move. Pages that a row opens are kept here, and handed to its state when
+    it leaves.
     """
 
     def __init__(self, groups: int):
         self.states: list[list[RequestState]] = [[] for _ in range(groups)]
         self.context_tokens = [0] * groups  # that the next iteration's rows read
-        self._ids: list[list[str]] = [[] for _ in range(groups)]
+        self._members: list[Members | None] = [None] * groups
         self._columns = self._free_rows(_FIRST_ROWS)
+        self._opened = np.zeros((groups, _FIRST_ROWS, _FIRST_PAGES), np.int32)
+        self._num_opened = np.zeros((groups, _FIRST_ROWS), np.int64)
         self._targets = np.full((groups, _FIRST_ROWS), math.inf)
 
     def _free_rows(self, rows: int) -> np.ndarray:
@@ -61,50 +71,80 @@ class DecodeTable:
         """capacity: tokens that its pages hold."""
         group, row = state.group, len(self.states[state.group])
         if row == self._columns.shape[2]:
-            self._columns = np.concatenate([self._columns, self._free_rows(row)], axis=2)
-            more = np.full_like(self._targets, math.inf)
-            self._targets = np.concatenate([self._targets, more], axis=1)
+            self._add_rows(row)
         end = state.num_tokens + state.unplanned
         self._columns[:, group, row] = state.slot, state.num_tokens, -1, capacity, end, 1
         self._targets[group, row] = state.tbt_slo_s
         self.context_tokens[group] += state.num_tokens
         self.states[group].append(state)
-        self._ids[group].append(state.request_id)
+        self._members[group] = None
         state.table, state.row = self, row
+
+    def _add_rows(self, rows: int) -> None:
+        """As many as there are."""
+        self._columns = np.concatenate([self._columns, self._free_rows(rows)], axis=2)
+        self._targets = np.pad(self._targets, ((0, 0), (0, rows)), constant_values=math.inf)
+        self._opened = np.pad(self._opened, ((0, 0), (0, rows), (0, 0)))
+        self._num_opened = np.pad(self._num_opened, ((0, 0), (0, rows)))
 
     def leave(self, state: RequestState) -> None:
         decoded = state.num_decoded
         state.num_tokens += decoded
         state.num_planned += decoded
         group, row = state.group, state.row
-        states, ids = self.states[group], self._ids[group]
+        state.pages.frombytes(self.opened(group, row).tobytes())
+        states = self.states[group]
         last = len(states) - 1
         self.context_tokens[group] -= state.num_tokens
         self._columns[:, group, row] = self._columns[:, group, last]
         self._columns[:, group, last] = _FREE_ROW
         self._targets[group, row] = self._targets[group, last]
         self._targets[group, last] = math.inf
-        states[row], ids[row] = states[last], ids[last]
+        self._opened[group, row] = self._opened[group, last]
+        self._num_opened[group, row] = self._num_opened[group, last]
+        self._num_opened[group, last] = 0
+        states[row] = states[last]
         states[row].row = row
         states.pop()
-        ids.pop()
+        self._members[group] = None
         state.table, state.row = None, -1
 
     def position(self, group: int, row: int) -> int:
         return int(self._columns[_POSITION, group, row])
 
+    def members(self, group: int) -> Members:
+        members = self._members[group]
+        if members is None:
+            states = tuple(self.states[group])
+            members = Members(tuple([state.request_id for state in states]), states)
+            self._members[group] = members
+        return members
+
     def full(self) -> tuple[np.ndarray, np.ndarray]:
         """Groups, rising, and rows whose next token needs a page."""
-        return (self._columns[_POSITION] == self._columns[_CAPACITY]).nonzero()
+        return self._at(_CAPACITY)
+
+    def _at(self, column: int) -> tuple[np.ndarray, np.ndarray]:
+        """Groups, rising, and rows whose position is that number."""
+        columns = self._columns
+        reached = (columns[_POSITION] == columns[column]).ravel().nonzero()[0]
+        return np.divmod(reached, columns.shape[2])
 
     def open_pages(
-        self, groups: np.ndarray, rows: np.ndarray, pages: Sequence[int], page_tokens: int
+        self, groups: np.ndarray, rows: np.ndarray, pages: np.ndarray, page_tokens: int
     ) -> None:
         """One page for each of some rows."""
         self._columns[_NEW_PAGE, groups, rows] = pages
         self._columns[_CAPACITY, groups, rows] += page_tokens
-        for group, row, page in zip(groups.tolist(), rows.tolist(), pages, strict=True):
-            self.states[group][row].pages.append(page)
+        places = self._num_opened[groups, rows]
+        if places.max() == (columns := self._opened.shape[2]):
+            self._opened = np.pad(self._opened, ((0, 0), (0, 0), (0, columns)))
+        self._opened[groups, rows, places] = pages
+        self._num_opened[groups, rows] = places + 1
+
+    def opened(self, group: int, row: int) -> np.ndarray:
+        """The pages that a row has opened, int32."""
+        return self._opened[group, row, : self._num_opened[group, row]]
 
     def advance(self) -> tuple[list[DecodeRows], list[RequestState]]:
         """For each group the rows of the next iteration, and all for whom it is the last."""
@@ -113,11 +153,10 @@ class DecodeTable:
         columns[_POSITION] += columns[_IN_USE]
         columns[_NEW_PAGE] = -1
         rows = []
-        for group, ids in enumerate(self._ids):
-            n = len(ids)
+        for group, states in enumerate(self.states):
+            n = len(states)
             self.context_tokens[group] += n
             taken = slots[group, :n], positions[group, :n], new_pages[group, :n]
-            rows.append(DecodeRows(tuple(ids), *taken))
-        groups, at = (columns[_POSITION] == columns[_END]).nonzero()
-        pairs = zip(groups.tolist(), at.tolist(), strict=True)
+            rows.append(DecodeRows(self.members(group).ids, *taken))
+        pairs = zip(*(numbers.tolist() for numbers in self._at(_END)), strict=True)
         return rows, [self.states[group][row] for group, row in pairs]

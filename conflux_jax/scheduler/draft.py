@@ -18,8 +18,9 @@ from conflux_jax.scheduler.waterfill import waterfill
 
 
 class Draft:
-    """`samplers`: who gets a token, in the order of `IterationPlan.samples`. `ending`: those whose
-    last sample this is. `handed`: those whose hand-off this completes."""
+    """`decoding`, `prefilled`: who gets a token, in the order of `IterationPlan.samples`: the
+    decodes of each group, then prompts with their last chunk. `ending`: those whose last sample
+    this is. `handed`: those whose hand-off this completes."""
 
     def __init__(self):
         self.decodes: list[DecodeRows] = []
@@ -27,7 +28,8 @@ class Draft:
         self.handoffs: list[Handoff] = []
         self.admissions: list[Admission] = []
         self.placements: list[Placement] = []
-        self.samplers: list[RequestState] = []
+        self.decoding: list[tuple[RequestState, ...]] = []
+        self.prefilled: list[RequestState] = []
         self.ending: list[RequestState] = []
         self.handed: list[RequestState] = []
         self.preempted = False
@@ -36,11 +38,11 @@ class Draft:
         self.shape: IterationShape | None = None  # where there is a latency model
 
     def add_placement(self, state: RequestState) -> None:
-        self.placements.append(Placement(state.slot, state.group, tuple(state.pages)))
+        self.placements.append(Placement(state.slot, state.group, state.pages[:]))
 
     @property
     def is_empty(self) -> bool:
-        return not (self.samplers or self.chunks or self.handoffs)
+        return not (any(self.decoding) or self.chunks or self.handoffs)
 
     def seal(self, iteration: int, budget: Budget, ladders: Ladders) -> IterationPlan:
         """The plan in the smallest bucket that holds it, and its `shape`."""

@@ -37,16 +37,17 @@ def is_nearly_done(pages: int, tokens_left: int, budget: int, per_group: int) ->
 
 def plan_handoffs(
     states: Iterable[RequestState], memory: Memory, geometry: PoolGeometry, per_group: int
-) -> list[Handoff]:
-    """Up to `per_group` pages into each group; who comes first in `states` is served first.
+) -> tuple[list[Handoff], list[RequestState]]:
+    """Up to `per_group` pages into each group; who comes first in `states` is served first. Also
+    returns the states whose last page goes now.
 
     A page may go once all its tokens are in the pool or in this iteration's chunk; a last page that
     is not full goes when the prompt has ended, and so last.
     """
     left = [per_group] * geometry.groups
-    handoffs = []
+    handoffs, complete = [], []
     for state in states:
-        if state.group < 0:
+        if state.group < 0 or not left[state.group]:
             continue
         ready = len(state.pages)
         if state.num_tokens < len(state.token_ids):
@@ -59,4 +60,6 @@ def plan_handoffs(
             Handoff(state.slot, state.group, state.num_handed, count, len(state.token_ids))
         )
         memory.hand_over(state, count)
-    return handoffs
+        if state.num_handed == len(state.pages):
+            complete.append(state)
+    return handoffs, complete

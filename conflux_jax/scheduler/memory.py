@@ -10,7 +10,7 @@ placements only: a running decode that needs a page takes it.
 from __future__ import annotations
 
 import heapq
-from itertools import chain
+from array import array
 
 import numpy as np
 
@@ -127,8 +127,7 @@ class Memory:
         if state.outputs:
             state.token_ids = (*state.token_ids, *state.outputs)
         pages = self.geometry.prefill_pages(len(state.token_ids))
-        pools = range(self.geometry.num_pools)
-        state.prefill_pages = tuple(self.pool.allocate(pool, pages) for pool in pools)
+        state.prefill_pages = self.pool.allocate_all(pages)
         unpledged = self.unpledged_pages()
         state.pledge_pool = unpledged.index(max(unpledged))
         state.pledge_pages = later
@@ -161,11 +160,12 @@ class Memory:
             return False
         state.pledge_pages = 0
         if self.geometry.needs_handoff:
-            state.pages = list(self.pool.allocate(group, need))
+            state.pages = self.pool.allocate(group, need)
             self.unhanded[group] += need
         else:
-            state.pages = list(state.prefill_pages[0])
-            state.prefill_pages = ()
+            assert state.prefill_pages is not None
+            state.pages = array("i", state.prefill_pages[0].tobytes())
+            state.prefill_pages = None
         state.group = group
         self.num_rows[group] += 1
         self.context_tokens[group] += state.context_tokens
@@ -186,7 +186,7 @@ class Memory:
         pool = self.geometry.pool_of(state.group)
         if not self.pool.num_free(pool):
             return False
-        pages = self.pool.allocate(pool, 1)
+        pages = np.array(self.pool.allocate(pool, 1))
         at = np.array([state.group]), np.array([state.row])
         state.table.open_pages(*at, pages, self.geometry.page_tokens)
         return True
@@ -202,15 +202,15 @@ class Memory:
             need = [sum(need)]
         if any(pages > free for pages, free in zip(need, self.free_pages(), strict=True)):
             return False
-        pages = chain.from_iterable(self.pool.allocate(pool, n) for pool, n in enumerate(need))
-        table.open_pages(groups, rows, tuple(pages), self.geometry.page_tokens)
+        pages = self.pool.allocate_each(need)
+        table.open_pages(groups, rows, pages, self.geometry.page_tokens)
         return True
 
     def release_prefill(self, state: RequestState) -> None:
         """After a hand-off: the prompt's pages in prefill layout."""
-        for pool, pages in enumerate(state.prefill_pages):
-            self.pool.free(pool, pages)
-        state.prefill_pages = ()
+        if state.prefill_pages is not None:
+            self.pool.free_all(state.prefill_pages)
+            state.prefill_pages = None
 
     def release(self, state: RequestState, for_good: bool = True) -> None:
         """Everything that a request holds, in any phase (nothing, if it holds nothing). for_good:
@@ -229,7 +229,7 @@ class Memory:
             self.num_rows[state.group] -= 1
             self.context_tokens[state.group] -= state.context_tokens
             self.unhanded[state.group] -= self._left_to_hand_over(state)
-        state.group, state.pages, state.num_handed = -1, [], 0
+        state.group, state.pages, state.num_handed = -1, array("i"), 0
         state.token_ids, state.num_tokens = (), 0
 
     def _left_to_hand_over(self, state: RequestState) -> int:

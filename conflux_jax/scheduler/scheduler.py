@@ -17,7 +17,9 @@ reads is freed only when that plan is complete.
 from __future__ import annotations
 
 import math
+from array import array
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -65,10 +67,11 @@ PACE_STEP = 0.1  # share of the newest iteration in the mean pace
 
 
 class InFlight(NamedTuple):
-    """What is kept of a plan until its results are here. is_full: prefill used all its budget."""
+    """What is kept of a plan until its results are here. samplers: in the order of its samples,
+    some at a time. is_full: prefill used all its budget."""
 
     iteration: int
-    samplers: list[RequestState]
+    samplers: list[Sequence[RequestState]]
     shape: IterationShape | None
     is_full: bool
 
@@ -214,7 +217,8 @@ class Scheduler:
             return None
         plan = draft.seal(self._iteration, self._budget, self._ladders)
         is_full = draft.budget > 0 and plan.num_prefill_tokens == draft.budget
-        self._in_flight.append(InFlight(self._iteration, draft.samplers, draft.shape, is_full))
+        samplers = [*draft.decoding, draft.prefilled]
+        self._in_flight.append(InFlight(self._iteration, samplers, draft.shape, is_full))
         self._iteration += 1
         return plan
 
@@ -234,7 +238,7 @@ class Scheduler:
             longest = table.longest_context
         loads = table.num_rows
         draft.load = Decodes(loads, list(table.context_tokens), longest, target_s)
-        draft.samplers += chain.from_iterable(table.states)
+        draft.decoding = [table.members(group).states for group in range(len(loads))]
         draft.decodes, ending = table.advance()
         draft.ending += ending
         for group, load in enumerate(loads):
@@ -270,9 +274,10 @@ class Scheduler:
         self._memory.admit(state)
         self._running.enter(state, Phase.PREFILLING)
         state.bypassed = 0
-        draft.admissions.append(
-            Admission(state.slot, state.request, state.token_ids, state.prefill_pages)
-        )
+        pages = state.prefill_pages
+        assert pages is not None
+        tables = tuple(array("i", pool.tobytes()) for pool in pages)
+        draft.admissions.append(Admission(state.slot, state.request, state.token_ids, tables))
         return True
 
     def _plan_chunk(self, draft: Draft, state: RequestState, length: int) -> None:
@@ -299,7 +304,7 @@ class Scheduler:
 
     def _complete_prefill(self, draft: Draft, state: RequestState) -> None:
         """The last chunk samples; what follows it needs a decode group, if anything does."""
-        draft.samplers.append(state)
+        draft.prefilled.append(state)
         state.num_planned += 1
         if not state.unplanned:
             draft.ending.append(state)
@@ -319,10 +324,10 @@ class Scheduler:
             return
         handing = self._running.handing.values()
         waiting = chain(handing, self._running.prefilling.values())
-        draft.handoffs += plan_handoffs(
+        draft.handoffs, complete = plan_handoffs(
             waiting, self._memory, self._geometry, self._config.handoff_pages
         )
-        draft.handed += [s for s in handing if 0 < len(s.pages) == s.num_handed]
+        draft.handed += [state for state in complete if state.phase is Phase.HANDOFF]
 
     def _settle(self, draft: Draft) -> None:
         """Free what this plan is the last to use; let those that are handed over decode."""
@@ -344,13 +349,13 @@ class Scheduler:
             raise ValueError(f"iteration {plan.iteration} committed, {expected} is the oldest")
         samplers = oldest.samplers
         token_ids: list[int] = output.token_ids.tolist()
-        if len(token_ids) != len(samplers):
-            raise ValueError(f"{len(token_ids)} tokens came back for {len(samplers)} samples")
+        if len(token_ids) != (expected := sum(map(len, samplers))):
+            raise ValueError(f"{len(token_ids)} tokens came back for {expected} samples")
         self._in_flight.popleft()
         self._learn(plan, oldest, output.elapsed_s)
         gone, logprobs = Phase.GONE, output.logprobs
         events = []
-        for state, token_id in zip(samplers, token_ids, strict=True):
+        for state, token_id in zip(chain.from_iterable(samplers), token_ids, strict=True):
             if state.phase is gone:
                 continue
             outputs = state.outputs

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import enum
 import math
+from array import array
 from dataclasses import dataclass, field
 from itertools import chain
 
-from conflux_jax.plan import PoolGeometry
+import numpy as np
+
+from conflux_jax.plan import Pages, PoolGeometry
 from conflux_jax.request import Request
 from conflux_jax.scheduler.decode_table import DecodeTable
 
@@ -54,12 +57,13 @@ class RequestState:
     slot: int = -1
     token_ids: tuple[int, ...] = ()
     num_tokens: int = 0
-    prefill_pages: tuple[tuple[int, ...], ...] = ()
+    prefill_pages: np.ndarray | None = None  # int32 [pools, pages]
     pledge_pool: int = -1
     pledge_pages: int = 0
-    # Held from placement to release. With several groups, a prompt is placed before its last chunk:
+    # Held from placement to release. With several groups, a prompt is placed before its last chunk.
+    # While it decodes, its table has the pages that it has opened since:
     group: int = -1
-    pages: list[int] = field(default_factory=list)
+    pages: Pages = field(default_factory=lambda: array("i"))
     num_handed: int = 0  # pages whose hand-off is planned
     # While it decodes:
     table: DecodeTable | None = None
@@ -105,10 +109,16 @@ class RequestState:
         """KV tokens at the very end: all but the last token."""
         return len(self.request.prompt_token_ids) + self.request.max_output_tokens - 1
 
+    @property
+    def num_pages(self) -> int:
+        """In decode layout, of its group."""
+        opened = 0 if self.table is None else len(self.table.opened(self.group, self.row))
+        return len(self.pages) + opened
+
     def pages_in(self, group: int) -> int:
         """Pages that it holds in `group`, which has a pool of its own."""
-        prefill = len(self.prefill_pages[group]) if self.prefill_pages else 0
-        return prefill + (len(self.pages) if self.group == group else 0)
+        prefill = 0 if self.prefill_pages is None else self.prefill_pages.shape[1]
+        return prefill + (self.num_pages if self.group == group else 0)
 
 
 class Running:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from conflux_jax.config import SchedulerConfig
-from conflux_jax.plan import Admission, Handoff, IterationPlan, PoolGeometry, StepOutput
+from conflux_jax.plan import Admission, Handoff, IterationPlan, Pages, PoolGeometry, StepOutput
 from conflux_jax.request import Request
 from conflux_jax.scheduler.buckets import Ladders
 
@@ -53,7 +53,7 @@ class Resident:
 
     request: Request
     token_ids: tuple[int, ...]
-    prefill_pages: tuple[tuple[int, ...], ...]
+    prefill_pages: tuple[Pages, ...]
     num_tokens: int = 0
     group: int = -1
     pages: list[int] = field(default_factory=list)

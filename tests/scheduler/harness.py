@@ -149,7 +149,7 @@ class Harness:
         for pool in range(self.geometry.num_pools):
             held = [page for s in holding for page in self._pages(s, pool)]
             assert len(set(held)) == len(held), "a page with two owners"
-            free = memory.pool._free[pool]
+            free = memory.pool._stacks[pool, : memory.pool.num_free(pool)].tolist()
             assert sorted(held + free) == list(range(self.geometry.num_pages))
             pledged = sum(s.pledge_pages for s in holding if s.pledge_pool == pool)
             assert memory._pledged[pool] == pledged
@@ -175,11 +175,13 @@ class Harness:
         listed += [s for s in states if s.phase.value == "draining"]
         assert {id(s) for s in listed} == {id(s) for s in states} and len(listed) == len(states)
         for s in states:
-            assert s.in_flight == sum(s in entry.samplers for entry in scheduler._in_flight)
+            parts = [part for entry in scheduler._in_flight for part in entry.samplers]
+            assert s.in_flight == sum(s in part for part in parts)
             assert s.unplanned >= 0
             assert s.bypassed <= self.config.max_bypass
 
     def _pages(self, state: RequestState, pool: int) -> list[int]:
-        prefill = list(state.prefill_pages[pool]) if state.prefill_pages else []
+        prefill = [] if state.prefill_pages is None else state.prefill_pages[pool].tolist()
         placed = state.group >= 0 and self.geometry.pool_of(state.group) == pool
-        return prefill + (state.pages if placed else [])
+        opened = [] if state.table is None else state.table.opened(state.group, state.row).tolist()
+        return prefill + ([*state.pages, *opened] if placed else [])

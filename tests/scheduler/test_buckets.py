@@ -2,7 +2,7 @@ import doctest
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conflux_jax.scheduler import buckets, memory, page_pool, placement, waterfill
@@ -14,7 +14,6 @@ def test_docstrings(module):
     assert doctest.testmod(module).failed == 0
 
 
-@settings(deadline=None)
 @given(st.integers(1, 40), st.integers(1, 5000), st.sampled_from((1.01, 1.125, 1.5, 2.0, 8.0)))
 def test_ladder_rises_to_its_top_in_bounded_steps(low, high, growth):
     sizes = ladder(low, high, growth)
@@ -37,7 +36,6 @@ choices = st.fixed_dictionaries(
 )
 
 
-@settings(deadline=None)
 @given(choices, st.data())
 def test_every_pick_is_compiled_and_holds_what_it_must(given_settings, data):
     made = Ladders.make(**given_settings)
@@ -51,7 +49,6 @@ def test_every_pick_is_compiled_and_holds_what_it_must(given_settings, data):
     assert bucket.rows >= (rows if prefill else decodes)
 
 
-@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 600), st.sampled_from((1.125, 1.5, 2.0)), st.data())
 def test_waste_is_bounded(max_decodes, level, growth, data):
     """A decode iteration runs at most `growth` times its rows (or 8 more, or twice below 8)."""

@@ -17,7 +17,7 @@ def test_a_short_prompt_is_handed_over_with_its_last_chunk_and_decodes_next():
     harness.add("r", 13, 5)
     harness.run(2)
     first, second = harness.plans
-    assert first.chunks[0].is_last and first.placements[0].pages == (2, 3, 4, 5)
+    assert first.chunks[0].is_last and list(first.placements[0].pages) == [2, 3, 4, 5]
     assert handoffs(harness) == [[(0, 0, 0, 4)], []]
     assert first.handoffs[0].num_tokens == 13
     assert [row.position for row in second.decodes[0]] == [13]

@@ -142,7 +142,8 @@ def test_one_group_changes_pages_over_without_a_copy():
     harness.add("r", 8, 6)
     harness.run(2)
     first, second = harness.plans
-    assert first.placements[0].pages == first.admissions[0].prefill_pages[0] == (0, 1)
+    pages = first.placements[0].pages
+    assert pages == first.admissions[0].prefill_pages[0] and list(pages) == [0, 1]
     assert not first.handoffs
     (row,) = second.decodes[0]  # in the very next iteration; token 8 opens a page
     assert (row.position, row.new_page) == (8, 2)

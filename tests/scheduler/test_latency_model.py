@@ -73,7 +73,7 @@ SHAPES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models(), SHAPES, st.data())
 def test_no_number_of_a_shape_makes_it_faster_when_it_rises(
     model: LatencyModel, shape: IterationShape, data: st.DataObject
@@ -97,7 +97,7 @@ def test_no_number_of_a_shape_makes_it_faster_when_it_rises(
         assert model.predict_s(larger) >= seconds * (1 - 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models(), SHAPES)
 def test_parts_add_up(model: LatencyModel, shape: IterationShape):
     parts = model.parts(shape)
@@ -106,7 +106,7 @@ def test_parts_add_up(model: LatencyModel, shape: IterationShape):
     assert parts.stage >= max(parts.prefill, parts.decode)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(models(), SHAPES)
 def test_a_model_is_the_same_from_its_json(model: LatencyModel, shape: IterationShape):
     again = LatencyModel.from_json(model.to_json())

@@ -90,7 +90,6 @@ def test_lives(groups, shared):
     case.settings = settings(
         max_examples=50,
         stateful_step_count=40,
-        deadline=None,
         derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )

@@ -35,7 +35,7 @@ def traffic(harness: Clocked, seed: int, turns: int = 120) -> None:
         harness.run(1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 1000), st.integers(1, 4))
 def test_no_iteration_is_planned_past_the_tightest_target(seed, groups):
     """16 decodes alone take at most 2 + 1.6 + 1.6 ms, far below the tightest target of 20 ms."""
@@ -163,7 +163,7 @@ def test_a_margin_covers_all_but_few():
 
 
 @given(st.integers(0, 1000))
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 def test_same_inputs_same_plans(seed):
     def plans() -> list[IterationPlan]:
         harness = steady(groups=3, speed=1.2)

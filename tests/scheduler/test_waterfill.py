@@ -1,7 +1,7 @@
 import itertools
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from conflux_jax.scheduler.waterfill import waterfill
@@ -32,7 +32,6 @@ def test_what_does_not_fit_raises(loads, level, total):
         waterfill(loads, level, total)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=4), st.integers(0, 6), st.data())
 def test_equals_brute_force(loads, level, data):
     room = [max(0, level - load) for load in loads]
@@ -49,7 +48,6 @@ def test_equals_brute_force(loads, level, data):
     assert top(shares) == least
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), min_size=1, max_size=16), st.integers(1, 2000), st.data())
 def test_water_is_level(loads, level, data):
     total = data.draw(st.integers(0, sum(max(0, level - load) for load in loads)))
