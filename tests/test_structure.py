@@ -19,6 +19,7 @@ COMMANDS = (
     "conflux_jax.convert",
     "conflux_jax.traffic",
     "bench.h100",
+    "bench.hardware",
     "bench.long_prefill",
     "bench.overlap_host",
     "bench.scheduler",
