@@ -22,6 +22,7 @@ COMMANDS = (
     "bench.hardware",
     "bench.long_prefill",
     "bench.overlap_host",
+    "bench.paper",
     "bench.scheduler",
     "bench.tbt_guard",
     "bench.throughput",

@@ -9,7 +9,13 @@ from __future__ import annotations
 from conflux_jax.models.spec import ModelSpec
 from conflux_jax.plan import Bucket
 from conflux_jax.scheduler.buckets import Ladders
-from conflux_jax.scheduler.latency_model import IterationShape, LatencyModel, iteration_shape
+from conflux_jax.scheduler.latency_model import (
+    QUERY_BLOCK,
+    IterationShape,
+    LatencyModel,
+    iteration_shape,
+    prefill_work,
+)
 from conflux_jax.simulation.hardware import Hardware
 from conflux_jax.simulation.model_costs import ModelOnGpus
 from conflux_jax.simulation.operators import Tiles
@@ -167,7 +173,7 @@ class CostPredictor:
     """A cost model as a LatencyPredictor that knows the truth: what an oracle would schedule by.
 
     A shape has less than `Work`: all groups are taken as the fullest, and chunks as one of the same
-    length and work.
+    length and work, which is exact for one but for its start, known to blocks of keys.
     """
 
     def __init__(self, costs: CostModel, groups: int, segments: int = 1):
@@ -179,7 +185,7 @@ class CostPredictor:
     def _work(self, shape: IterationShape) -> Work:
         bucket: Bucket = shape.bucket
         length = shape.prefill_tokens
-        before = round(max(0.0, shape.prefill_work / length - length / 2)) if length else 0
+        before = _start(shape.prefill_work, length) if length else 0
         return Work(
             rows=bucket.rows,
             decodes=(bucket.decode_rows,) * self.groups,
@@ -189,3 +195,14 @@ class CostPredictor:
             shares=(-(-length // self.groups),) * self.groups if length else (),
             samples=bucket.decode_rows + (self.segments if bucket.prefill else 0),
         )
+
+
+def _start(work: int, length: int) -> int:
+    """Tokens before a chunk of `length` that has so much `prefill_work`.
+
+    >>> _start(prefill_work(1000, 130), 130), _start(prefill_work(1024, 3), 3)
+    (1024, 1024)
+    """
+    blocks = -(-length // QUERY_BLOCK)
+    own = prefill_work(0, length)
+    return max(0, round((work - own) / (blocks * QUERY_BLOCK)))

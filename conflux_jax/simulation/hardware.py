@@ -35,8 +35,8 @@ COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 @dataclass(frozen=True)
 class Hardware:
     """sms: streaming multiprocessors. memory_bytes: of one GPU. collectives: by name, then by the
-    number of GPUs; other numbers lie between in proportion to their logarithm, and more than the
-    largest go on as the last two did, at the last one's bandwidth.
+    number of GPUs; times of other numbers lie between, in proportion to the logarithm, and beyond
+    the largest only start-up grows, as it did between the last two.
 
     Stated, for no table has them:
     sm_bytes_s: that one SM can draw, 64 bytes a clock over its port at 1.755 GHz. Together they
@@ -66,9 +66,6 @@ class Hardware:
     iteration_s: float = 2e-4
     _shares: dict[int, float] = field(default_factory=dict, init=False, compare=False, repr=False)
     _gemms: dict[tuple[int, int, int, int], float] = field(
-        default_factory=dict, init=False, compare=False, repr=False
-    )
-    _collectives: dict[tuple[str, int], Collective] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -143,8 +140,9 @@ class Hardware:
     def collective_s(self, name: str, num_bytes: float, gpus: int) -> float:
         if gpus == 1 or not num_bytes:
             return 0.0
-        if (collective := self._collectives.get((name, gpus))) is None:
-            collective = self._collectives[name, gpus] = _between(self.collectives[name], gpus)
+        by_gpus = self.collectives[name]
+        if (collective := by_gpus.get(gpus)) is None:
+            return _between(by_gpus, num_bytes, gpus)
         return collective.seconds(num_bytes)
 
     def memory_share(self, sms: int) -> float:
@@ -278,22 +276,16 @@ def load_hardware(name: str) -> Hardware:
         raise ConfigError(f"hardware {path}: {error}") from error
 
 
-def _between(by_gpus: dict[int, Collective], gpus: int) -> Collective:
-    """For a number of GPUs that was not measured."""
-    if gpus in by_gpus:
-        return by_gpus[gpus]
+def _between(by_gpus: dict[int, Collective], num_bytes: float, gpus: int) -> float:
+    """Of a number of GPUs that was not measured."""
     known = sorted(by_gpus)
-    right = next((at for at, n in enumerate(known) if n > gpus), len(known) - 1)
+    right = next((at for at, n in enumerate(known) if n > gpus), len(known) - 1) or 1
     low, high = by_gpus[known[right - 1]], by_gpus[known[right]]
     share = math.log(gpus / known[right - 1]) / math.log(known[right] / known[right - 1])
-    mixed = {
-        name: value + share * (asdict(high)[name] - value) for name, value in asdict(low).items()
-    }
+    low_s, high_s = low.seconds(num_bytes), high.seconds(num_bytes)
     if share > 1:
-        mixed |= {
-            name: max(mixed[name], asdict(high)[name]) for name in ("start_s", "switch_s")
-        } | {"switch_bytes": high.switch_bytes, "bytes_s": high.bytes_s}
-    return Collective(**mixed)
+        return high_s + (share - 1) * max(0.0, high.start_s - low.start_s)
+    return low_s + share * (high_s - low_s)
 
 
 def _stored() -> list[str]:
@@ -329,7 +321,11 @@ def _same_names(prefix: str, document: Any, names: set[str]) -> None:
 
 
 def _positive(name: str, value: Any, zero: bool = False) -> None:
-    if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
-        raise ConfigError(f"{name}: must be a number above 0, got {value!r}")
-    if value == 0 and not zero:
-        raise ConfigError(f"{name}: must be above 0")
+    if (
+        type(value) in (int, float)
+        and math.isfinite(value)
+        and (value > 0 or (zero and value == 0))
+    ):
+        return
+    limit = "of at least 0" if zero else "above 0"
+    raise ConfigError(f"{name}: must be a number {limit}, got {value!r}")

@@ -95,9 +95,10 @@ def read_tables(path: Path) -> dict[str, np.ndarray]:
 def _parsed(row: dict[str, str], names: tuple[str, ...]) -> list[float]:
     values = []
     for column, name in zip("abcd", names, strict=False):
-        given, _, value = row[column].partition("=")
+        cell = row[column] or ""
+        given, _, value = cell.partition("=")
         if given != name:
-            raise ValueError(f"column {column}: must be {name}=NUMBER, got {row[column]!r}")
+            raise ValueError(f"column {column}: must be {name}=NUMBER, got {cell!r}")
         values.append(float(value))
     seconds = float(row["latency_ms"]) / 1e3
     if not seconds > 0 or min(values) < 1:

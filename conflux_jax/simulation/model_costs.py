@@ -114,7 +114,7 @@ class ModelOnGpus:
     def decode_attention_s(
         self, rows: int, context_tokens: int, ways: int = 1, sms: int | None = None
     ) -> float:
-        """context_tokens: KV tokens that the rows read in all, each on the GPU that has its head."""
+        """context_tokens: KV tokens that the rows read in all, each where its head is."""
         spec = self.spec
         kv_heads = self.heads(ways).kv
         seconds = self.hardware.decode_attention_s(

@@ -178,7 +178,8 @@ def memory_share(sms: float, sm_bytes_s: float, memory_bytes_s: float) -> float:
 
 def blend(a: Size, b: Size, sharpness: float) -> Size:
     """The larger, and up to 2 ** (1 / sharpness) times as much where they are equal."""
-    return (a**sharpness + b**sharpness) ** (1 / sharpness)
+    high = larger(a, b)
+    return high * ((a / high) ** sharpness + (b / high) ** sharpness) ** (1 / sharpness)
 
 
 def parts(size: Size, of: Size) -> Size:
