@@ -6,6 +6,7 @@ what runs and in nothing else. A profile of the real engine can stand in for eit
 
 from __future__ import annotations
 
+from conflux_jax.config import ConfigError
 from conflux_jax.models.spec import ModelSpec
 from conflux_jax.plan import Bucket
 from conflux_jax.scheduler.buckets import Ladders
@@ -134,10 +135,14 @@ class UniformTPCosts:
 class ProfiledCosts:
     """Satisfies CostModel: a latency profile of a real engine (`python -m conflux_jax.calibrate`),
     for the groups that it was measured with. The bucket is the one that this engine would run, of
-    the ladders that the profile names. Raises ValueError for more rows than those have."""
+    the ladders that the profile names. Raises ConfigError where it names none, and ValueError for
+    more rows than they have."""
 
     def __init__(self, model: LatencyModel):
         identity = model.identity
+        for name in ("rows_ladder", "decode_rows_ladder"):
+            if not identity.get(name):
+                raise ConfigError(f"latency profile: identity.{name}: must be a list, not empty")
         rows, decode_rows = tuple(identity["rows_ladder"]), tuple(identity["decode_rows_ladder"])
         self.model = model
         self.ladders = Ladders.make(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from conflux_jax.config import ConfigError
 from conflux_jax.models.known_specs import LLAMA_3_1_8B, QWEN3_14B, QWEN3_32B
 from conflux_jax.plan import Bucket
 from conflux_jax.scheduler.latency_model import Curve, IterationShape, LatencyModel, prefill_work
@@ -225,6 +226,9 @@ def test_a_profile_prices_the_bucket_that_its_engine_would_run():
     assert ProfiledCosts(PROFILE).stages(alone).total == pytest.approx(PROFILE.predict_s(decode))
     with pytest.raises(ValueError, match="rows: at most 256 in the profile's ladders, got 300"):
         ProfiledCosts(PROFILE).stages(replace(work, rows=300))
+    nameless = replace(PROFILE, identity={"rows_ladder": [16]})
+    with pytest.raises(ConfigError, match=r"identity\.decode_rows_ladder: must be a list"):
+        ProfiledCosts(nameless)
 
 
 def test_an_oracle_predicts_what_an_iteration_costs():
