@@ -25,7 +25,7 @@ from conflux_jax.models.spec import ModelError
 from conflux_jax.progress import ProgressBar
 
 if TYPE_CHECKING:
-    from conflux_jax.execution.calibration import Calibration
+    from conflux_jax.execution.measurements import Calibration
     from conflux_jax.execution.runner import Runner
     from conflux_jax.scheduler.latency_model import Identity
 
@@ -102,7 +102,7 @@ def default_name(identity: Identity) -> str:
 def plot(calibration: Calibration, path: Path) -> None:
     """Predicted against measured milliseconds, on logarithmic axes. Raises ImportError without
     matplotlib."""
-    from conflux_jax.execution.calibration import KINDS
+    from conflux_jax.execution.measurements import KINDS
 
     drawing, ticker = _matplotlib()
     figure = drawing.Figure(figsize=(6, 6), layout="constrained")

@@ -152,7 +152,7 @@ def _output(request: Request, delta: OutputDelta) -> RequestOutput:
         raise EngineFailed(delta.message)
     return RequestOutput(
         request_id=request.request_id,
-        prompt_token_ids=request.prompt_token_ids,
+        prompt_token_ids=tuple(request.prompt_token_ids),
         text=delta.text,
         token_ids=delta.token_ids,
         finish_reason=delta.finish_reason,

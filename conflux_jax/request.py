@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -104,12 +105,13 @@ def _number(params: Any, name: str, low: float, high: float, open_low: bool = Fa
 class Request:
     """A prompt that has been checked and tokenised; all that the scheduler knows of it.
 
+    `prompt_token_ids`: a tuple, or in a simulation, where only their number counts, a range.
     `max_output_tokens` is already capped by the engine's context limit. `arrival_s` is on the
     engine's clock. `seed` is settled, so that a replay draws the same tokens.
     """
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     params: SamplingParams
     max_output_tokens: int
     eos_token_ids: frozenset[int] = frozenset()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from bench.hlo_counts import Collective, Module, work
 from bench.hlo_weights import weight_bytes
-from conflux_jax.execution.batch import BatchLimits
+from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.models.decoder import DecoderDims
 from conflux_jax.plan import Bucket
 

@@ -20,8 +20,8 @@ from bench import hlo_counts
 from bench.h100.stand_in import StandInKernels
 from bench.h100.thunks import Thunk, parse_thunks
 from conflux_jax.config import Config
-from conflux_jax.execution.batch import BatchLimits
 from conflux_jax.execution.kv_cache import PoolShape, page_bytes, plan_geometry
+from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.execution.runner import plan_dims, plan_ladders, plan_limits
 from conflux_jax.execution.step import lower_step
 from conflux_jax.models.attention import AttentionOptions

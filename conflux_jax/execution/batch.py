@@ -12,35 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry
+from conflux_jax.execution.limits import BatchLimits
+from conflux_jax.plan import Bucket, IterationPlan
 from pallas_kernels.blockwise import max_prefill_blocks, prefill_block_queries
-
-
-@dataclass(frozen=True)
-class BatchLimits:
-    """The static sizes beside the bucket's. page_rows: pool rows of one page on one device. apart:
-    prefill rows come after all decode rows of the bucket, used or not (`Ladders.apart`)."""
-
-    geometry: PoolGeometry
-    page_rows: int
-    max_slots: int
-    max_model_len: int
-    max_segments: int
-    handoff_pages: int
-    apart: bool = False
-
-    @property
-    def decode_table(self) -> int:
-        """Pages of the longest context in decode layout."""
-        tokens = min(self.max_model_len, self.geometry.num_pages * self.geometry.page_tokens)
-        return self.geometry.decode_pages(tokens)
-
-    @property
-    def prefill_table(self) -> int:
-        tokens = min(
-            self.max_model_len, self.geometry.num_pages * self.geometry.prefill_page_tokens
-        )
-        return self.geometry.prefill_pages(tokens)
 
 
 @dataclass(frozen=True)

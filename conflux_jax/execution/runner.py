@@ -16,13 +16,14 @@ from flax import nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from conflux_jax.config import Config, ConfigError
-from conflux_jax.execution.batch import Batch, BatchBuilder, BatchLimits
+from conflux_jax.execution.batch import Batch, BatchBuilder
 from conflux_jax.execution.kv_cache import (
     CPU_POOL_BYTES,
     PoolShape,
     page_bytes,
     plan_geometry,
 )
+from conflux_jax.execution.limits import BatchLimits, ladders_for
 from conflux_jax.execution.sampling import Sampled
 from conflux_jax.execution.step import StepState, lower_step
 from conflux_jax.models.attention import AttentionOptions
@@ -40,8 +41,6 @@ from conflux_jax.request import Logprobs
 from conflux_jax.scheduler.buckets import Ladders
 
 COMPILE_THREADS = 2
-CPU_BUCKET_GROWTH = 2.0
-BUCKET_GROWTH = 1.125
 CPU_WIDEN_ROWS = 64  # on CPUs without bfloat16 arithmetic; measured with AVX2
 
 
@@ -228,17 +227,7 @@ def check_cpu_memory(abstract: nnx.State, dims: DecoderDims, config: Config, mes
 
 
 def plan_ladders(config: Config, mesh: Mesh, geometry: PoolGeometry) -> Ladders:
-    scheduler = config.scheduler
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
-    return Ladders.make(
-        max_decodes=scheduler.max_num_seqs,
-        level=-(-scheduler.max_num_batched_tokens // geometry.groups),
-        growth=scheduler.bucket_growth or (CPU_BUCKET_GROWTH if on_cpu else BUCKET_GROWTH),
-        handoff=geometry.needs_handoff,
-        rows=scheduler.rows_ladder,
-        decode_rows=scheduler.decode_rows_ladder,
-        apart=config.execution.linear == "apart",
-    )
+    return ladders_for(config, geometry, on_cpu=mesh.devices.flat[0].platform == "cpu")
 
 
 def use_compilation_cache(directory: str | None) -> None:

@@ -18,8 +18,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
-from conflux_jax.execution.batch import BatchLimits, BufferLayout
+from conflux_jax.execution.batch import BufferLayout
 from conflux_jax.execution.kv_cache import POOL_SPEC, PoolShape
+from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.execution.sampling import Sampled, SamplingInputs, VocabShard, sample
 from conflux_jax.models.attention import (
     SP,

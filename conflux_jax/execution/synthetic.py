@@ -13,7 +13,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from conflux_jax.execution.batch import BatchLimits
+from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.plan import (
     Admission,
     Bucket,

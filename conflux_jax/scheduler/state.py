@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -55,7 +56,7 @@ class RequestState:
     queued_tokens: int = 0  # length, as the waiting queue counted it
     # Held from admission to release:
     slot: int = -1
-    token_ids: tuple[int, ...] = ()
+    token_ids: Sequence[int] = ()
     num_tokens: int = 0
     prefill_pages: np.ndarray | None = None  # int32 [pools, pages]
     pledge_pool: int = -1

@@ -17,7 +17,7 @@ from bench.h100.report import flat, table
 from bench.hlo_counts import Collective
 from bench.variants import VARIANTS
 from conflux_jax.config import Config
-from conflux_jax.execution.batch import BatchLimits
+from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.models.decoder import DecoderDims
 from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.known_specs import KNOWN_SPECS

@@ -15,8 +15,9 @@ import pytest
 from conflux_jax import calibrate as command
 from conflux_jax.config import Config
 from conflux_jax.execution import calibration
-from conflux_jax.execution.batch import BatchBuilder, BatchLimits
-from conflux_jax.execution.calibration import Calibration, Measurement, hold_out
+from conflux_jax.execution.batch import BatchBuilder
+from conflux_jax.execution.limits import BatchLimits
+from conflux_jax.execution.measurements import Calibration, Measurement, hold_out
 from conflux_jax.execution.synthetic import (
     SyntheticPlans,
     Workload,
