@@ -8,6 +8,7 @@ is what two paths that run at once take from each other. A profile of the real e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from conflux_jax.models.spec import ModelSpec
 from conflux_jax.scheduler.latency_model import IterationShape
@@ -118,7 +119,14 @@ class Roofline:
         return read / (self.gpu.memory_bytes_s * MEMORY_FRACTION)
 
 
-def group_size(costs: ModelCosts, gpu: Gpu) -> int:
+class HasMemory(Protocol):
+    """A GPU, however much else is known of it."""
+
+    @property
+    def memory_bytes(self) -> float: ...
+
+
+def group_size(costs: ModelCosts, gpu: HasMemory) -> int:
     """GPUs of a group: the smallest power of two whose memory the weights fill by WEIGHTS_SHARE at
     most."""
     size = 1

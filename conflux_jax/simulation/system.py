@@ -7,9 +7,11 @@ rivals run on the same requests and are counted by the same rules.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from conflux_jax.simulation.work import Stages, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +53,41 @@ class System(Protocol):
         """Do what is due at `next_s`. Tokens carry their own times, at or after `next_s`; between
         calls those times do not fall for any one request."""
         ...
+
+
+class Statistics(NamedTuple):
+    """Of a run so far. busy_s: that the GPUs worked, on average over them. kv_peak: largest share
+    of KV memory in use at once, of the GPUs with most. preemptions: requests that lost their KV and
+    were computed again."""
+
+    iterations: int
+    busy_s: float
+    kv_peak: float
+    preemptions: int
+
+
+@runtime_checkable
+class Reporting(Protocol):
+    """A system that also says how it fared."""
+
+    def statistics(self) -> Statistics: ...
+
+
+class Iteration(NamedTuple):
+    """One that was priced, for who looks on. elapsed_s: with noise, unlike `stages`."""
+
+    number: int
+    start_s: float
+    elapsed_s: float
+    work: Work
+    stages: Stages
+
+
+Observer = Callable[[Iteration], None]
+
+
+@runtime_checkable
+class Observable(Protocol):
+    """A system that tells somebody of every iteration, as it begins."""
+
+    def observe(self, observer: Observer) -> None: ...
