@@ -49,14 +49,15 @@ class Timeline:
             self._groups += 1
         for group in range(groups):
             for part in slices(iteration, group):
+                details = {"args": _details(iteration, group)} if part.name == "linear" else {}
                 self._write(
                     name=part.name,
                     ph="X",
                     pid=group + 1,
                     tid=part.track + 1,
-                    ts=1e6 * part.start_s,
-                    dur=1e6 * part.seconds,
-                    args=_details(iteration, group),
+                    ts=round(1e6 * part.start_s, 3),
+                    dur=round(1e6 * part.seconds, 3),
+                    **details,
                 )
 
     def count(self, results: Results) -> None:

@@ -85,11 +85,8 @@ class ConfluxSystem:
         self._turns += 1
         if self._turns % LOOK_EVERY == 0:
             self._look()
-        progress = self._in_flight is not None or previous is not None
-        if not (progress and (self._in_flight is not None or self._scheduler.has_work)):
-            self._next_s = math.inf
-        else:
-            self._next_s = clock.now_s
+        goes_on = self._in_flight is not None or (previous is not None and self._scheduler.has_work)
+        self._next_s = clock.now_s if goes_on else math.inf
         if not events:
             return ()
         return (Tokens(clock.now_s, [int(event.request_id) for event in events]),)
