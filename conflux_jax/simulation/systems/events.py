@@ -1,0 +1,112 @@
+"""What the rival systems share: events on the clock that they are told, and replicas side by side.
+
+Their schedulers take no time and see every arrival at once: nothing but the GPUs is slow.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from conflux_jax.simulation.system import SimulatedRequest, Tokens
+from conflux_jax.simulation.systems.jobs import Job, Memory
+
+
+class EventSystem:
+    """A System whose parts (replicas, sides, batches) each go by their own events.
+
+    pools: all its KV memory. busy_s: seconds that its GPUs have worked, on average over them."""
+
+    def __init__(self):
+        self.now_s = 0.0
+        self.pools: list[Memory] = []
+        self.num_iterations, self.busy_s = 0, 0.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap; the int: order set
+        self._num_events = 0
+        self._given: list[Tokens] = []
+
+    def at(self, time_s: float, action: Callable[[], None]) -> None:
+        """Call `action` then; those of one moment in the order in which they were set."""
+        heapq.heappush(self._events, (time_s, self._num_events, action))
+        self._num_events += 1
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        self.at(self.now_s + seconds, action)
+
+    def run(self, seconds: float, share: float, action: Callable[[], None]) -> None:
+        """An iteration on that share of the GPUs begins, and ends with `action`."""
+        self.num_iterations += 1
+        self.busy_s += seconds * share
+        self.after(seconds, action)
+
+    def new_pool(self, tokens: int) -> Memory:
+        self.pools.append(Memory(tokens))
+        return self.pools[-1]
+
+    def give(self, numbers: Sequence[int]) -> None:
+        """One token now to each of these requests."""
+        if numbers:
+            self._given.append(Tokens(self.now_s, numbers))
+
+    @property
+    def next_s(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
+    def step(self) -> Sequence[Tokens]:
+        """All events of the next moment, those too that they set for the same moment."""
+        self._given = []
+        if self._events:
+            self.now_s = self._events[0][0]
+        while self._events and self._events[0][0] == self.now_s:
+            heapq.heappop(self._events)[2]()
+        return self._given
+
+
+class Replica(Protocol):
+    """A group of GPUs that serves requests from prompt to end."""
+
+    @property
+    def memory(self) -> Memory: ...
+
+    @property
+    def load(self) -> tuple[int, int]:
+        """What it has to do: prompt tokens that wait or are being prefilled, KV tokens that its
+        requests need."""
+        ...
+
+    def add(self, job: Job) -> None: ...
+
+    def wake(self) -> None:
+        """Something was added; begin if idle."""
+        ...
+
+
+class Replicated(EventSystem):
+    """Replicas of a model side by side; each request goes to the one with least to do."""
+
+    def __init__(self, count: int, make: Callable[[Replicated], Replica]):
+        super().__init__()
+        self.share = 1.0 / count  # of the GPUs, that a replica has
+        self.replicas = [make(self) for _ in range(count)]
+
+    def add(self, request: SimulatedRequest) -> None:
+        job = Job(request)
+        check_fits(job, self.replicas[0].memory.capacity_tokens)
+        replica = min(self.replicas, key=_load)
+        replica.add(job)
+        self.at(request.arrival_s, replica.wake)
+
+
+def check_fits(job: Job, capacity_tokens: int) -> None:
+    """Raises ValueError for a request that could never be served."""
+    if job.kv_tokens > capacity_tokens:
+        raise ValueError(
+            f"request {job.number}: prompt_tokens + output_tokens is {job.kv_tokens}, but there is "
+            f"KV memory for {capacity_tokens}"
+        )
+
+
+def _load(replica: Replica) -> tuple[int, int]:
+    return replica.load

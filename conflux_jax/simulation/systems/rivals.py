@@ -1,0 +1,204 @@
+"""The rival systems on GPUs of a kind: from a model, their number and a few settings by name.
+
+KV memory is what weights leave of a GPU's memory, as for our own system.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, dataclass, fields
+from typing import Any
+
+from conflux_jax.config import ConfigError
+from conflux_jax.models.spec import ModelSpec
+from conflux_jax.simulation.costs import UniformTPCosts
+from conflux_jax.simulation.hardware import Hardware
+from conflux_jax.simulation.model_costs import heads_per_gpu
+from conflux_jax.simulation.rival_costs import (
+    ElasticCosts,
+    MultiplexedCosts,
+    RivalOperators,
+    SideCosts,
+)
+from conflux_jax.simulation.roofline import BYTES, MEMORY_USED, ModelCosts
+from conflux_jax.simulation.system import System
+from conflux_jax.simulation.systems.chunked import Budget, Chunked
+from conflux_jax.simulation.systems.disaggregated import Disaggregated, Side
+from conflux_jax.simulation.systems.jobs import ORDERS
+from conflux_jax.simulation.systems.loongserve import Elasticity, LoongServe
+from conflux_jax.simulation.systems.muxwise import Multiplexing, MuxWise
+
+SM_STEP = 16  # what MuxWise's shares are multiples of
+ORACLE_TOKENS = 16_384  # most that the oracle takes at once
+
+
+@dataclass(frozen=True)
+class ChunkedSettings:
+    """tp: GPUs of a replica. budget: tokens of an iteration."""
+
+    tp: int
+    budget: int = 2048
+
+
+@dataclass(frozen=True)
+class OracleSettings:
+    tp: int
+
+
+@dataclass(frozen=True)
+class LoongServeSettings:
+    """tp: GPUs of an instance. degrees: of prefill, in instances; None: all that there can be."""
+
+    tp: int
+    degrees: tuple[int, ...] | None = None
+    batch_tokens: int = 4096
+
+
+@dataclass(frozen=True)
+class MuxWiseSettings:
+    """tp: GPUs of a replica."""
+
+    tp: int
+    batch_tokens: int = 8192
+    target_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class DisaggregatedSettings:
+    """prefill_gpus: the rest decode. A prefill instance has prefill_tp * prefill_sp GPUs, a decode
+    instance decode_tp."""
+
+    prefill_gpus: int
+    prefill_tp: int = 1
+    prefill_sp: int = 1
+    decode_tp: int = 1
+    batch_tokens: int = 8192
+
+
+def kv_tokens(spec: ModelSpec, hardware: Hardware, tp: int) -> int:
+    """That a group of `tp` GPUs has memory for beside the weights, as the engine would use it.
+    Raises ConfigError where there is none.
+
+    Worked, Qwen3-14B on one H100: 72 GB less 29.5 GB of weights, at 163,840 bytes a token: 259,000.
+    """
+    weights = ModelCosts.of(spec).all_weights * BYTES / tp
+    token_bytes = spec.num_layers * 2 * heads_per_gpu(spec, tp).kv * spec.head_dim * BYTES
+    tokens = int((hardware.memory_bytes * MEMORY_USED - weights) // token_bytes)
+    if tokens < 1:
+        raise ConfigError(f"tp: {tp} GPUs have no memory for KV beside the weights of {spec.name}")
+    return tokens
+
+
+def replicas(gpus: int, tp: int) -> int:
+    """Raises ConfigError where GPUs would be left over."""
+    if tp < 1 or gpus < 1 or gpus % tp:
+        raise ConfigError(f"tp: {gpus} GPUs cannot be groups of {tp}")
+    return gpus // tp
+
+
+Settings = Mapping[str, Any]
+Builder = Callable[[ModelSpec, Hardware, int, Settings | None, str | None], System]
+
+
+def _builder[S](name: str, kind: type[S], make: Callable[..., System]) -> Builder:
+    """make(spec, hardware, gpus, the settings as `kind`, order)."""
+
+    def build(
+        spec: ModelSpec,
+        hardware: Hardware,
+        gpus: int,
+        settings: Settings | None = None,
+        ordering: str | None = None,
+    ) -> System:
+        """`seed` is no setting of a rival but may be given: nothing in one is left to chance."""
+        given = {key: value for key, value in (settings or {}).items() if key != "seed"}
+        known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
+        if unknown := sorted(given.keys() - known):
+            raise ConfigError(f"{unknown[0]}: {name} has only {', '.join(sorted(known))}")
+        if "tp" in known:
+            given.setdefault("tp", gpus)
+        needed = {item.name for item in fields(kind) if item.default is MISSING}  # type: ignore
+        if missing := sorted(needed - given.keys()):
+            raise ConfigError(f"{missing[0]}: {name} needs it")
+        try:
+            return make(spec, hardware, gpus, kind(**given), ordering or ORDERS[0])
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    return build
+
+
+def _chunked(
+    spec: ModelSpec, hardware: Hardware, gpus: int, settings: ChunkedSettings, order: str
+) -> System:
+    return _uniform(spec, hardware, gpus, settings.tp, Budget(settings.budget), order)
+
+
+def _oracle(
+    spec: ModelSpec, hardware: Hardware, gpus: int, settings: OracleSettings, order: str
+) -> System:
+    return _uniform(spec, hardware, gpus, settings.tp, Budget(ORACLE_TOKENS, oracle=True), order)
+
+
+def _uniform(
+    spec: ModelSpec, hardware: Hardware, gpus: int, tp: int, budget: Budget, order: str
+) -> System:
+    count = replicas(gpus, tp)
+    costs = UniformTPCosts(spec, hardware, tp)
+    return Chunked(costs, count, kv_tokens(spec, hardware, tp), budget, order)
+
+
+def _loongserve(
+    spec: ModelSpec, hardware: Hardware, gpus: int, settings: LoongServeSettings, order: str
+) -> System:
+    instances = replicas(gpus, settings.tp)
+    degrees = settings.degrees or tuple(range(1, instances + 1))
+    costs = ElasticCosts(RivalOperators(spec, hardware), settings.tp)
+    elasticity = Elasticity(tuple(degrees), settings.batch_tokens)
+    return LoongServe(costs, instances, kv_tokens(spec, hardware, settings.tp), elasticity, order)
+
+
+def _muxwise(
+    spec: ModelSpec, hardware: Hardware, gpus: int, settings: MuxWiseSettings, order: str
+) -> System:
+    shares = tuple(range(SM_STEP, hardware.sms - SM_STEP + 1, SM_STEP))
+    multiplexing = Multiplexing(shares, settings.batch_tokens, settings.target_fraction)
+    count, tp = replicas(gpus, settings.tp), settings.tp
+    costs = MultiplexedCosts(RivalOperators(spec, hardware), tp)
+    return MuxWise(costs, count, kv_tokens(spec, hardware, tp), multiplexing, order)
+
+
+def _disaggregated(
+    spec: ModelSpec, hardware: Hardware, gpus: int, settings: DisaggregatedSettings, order: str
+) -> System:
+    if not 1 <= settings.prefill_gpus < gpus:
+        raise ConfigError(
+            f"prefill_gpus: from 1 to {gpus - 1}, so that both sides have some of {gpus}: "
+            f"{settings.prefill_gpus}"
+        )
+    operators = RivalOperators(spec, hardware)
+    tp, sp, decode_tp = settings.prefill_tp, settings.prefill_sp, settings.decode_tp
+    prefill = Side(
+        replicas(settings.prefill_gpus, tp * sp),
+        SideCosts(operators, tp, sp),
+        sp * kv_tokens(spec, hardware, tp),
+        share=tp * sp / gpus,
+    )
+    decode = Side(
+        replicas(gpus - settings.prefill_gpus, decode_tp),
+        SideCosts(operators, decode_tp),
+        kv_tokens(spec, hardware, decode_tp),
+        share=decode_tp / gpus,
+    )
+    return Disaggregated(prefill, decode, settings.batch_tokens, order)
+
+
+BUILDERS: dict[str, Builder] = {
+    "chunked": _builder("chunked", ChunkedSettings, _chunked),
+    "chunked-oracle": _builder("chunked-oracle", OracleSettings, _oracle),
+    "loongserve": _builder("loongserve", LoongServeSettings, _loongserve),
+    "muxwise": _builder("muxwise", MuxWiseSettings, _muxwise),
+    "disaggregated": _builder("disaggregated", DisaggregatedSettings, _disaggregated),
+}
