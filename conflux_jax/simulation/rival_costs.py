@@ -6,13 +6,16 @@ The chunked rival needs nothing of its own: its iterations are `Work` on one ten
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
+from conflux_jax.models.spec import ModelSpec
+from conflux_jax.simulation.hardware import Hardware
 from conflux_jax.simulation.model_costs import ModelOnGpus
 from conflux_jax.simulation.operators import BYTES
 
 PARTIAL_BYTES = 4  # of a partial attention output, which is summed up in float32
+ENDLESS = 1e9  # times as fast as the GPU
 
 Chunks = Sequence[tuple[int, int]]  # (start, length) of each
 
@@ -36,7 +39,16 @@ class Operators(Protocol):
 
     @property
     def contention(self) -> float:
-        """By how much two things slow each other that run on SMs of their own."""
+        """By how much two things slow each other that run on SMs of their own, though memory has
+        bandwidth for both."""
+        ...
+
+    def memory_share(self, sms: int) -> float:
+        """Of the memory's bandwidth, that kernels on so many SMs can draw."""
+        ...
+
+    def reading_s(self, rows: int, tp: int = 1) -> float:
+        """`linear_s`, if products and all-reduces took no time: what memory alone takes."""
         ...
 
     def linear_s(self, rows: int, tp: int = 1, sms: int | None = None) -> float:
@@ -69,6 +81,14 @@ class Operators(Protocol):
 class RivalOperators(ModelOnGpus):
     """Satisfies Operators."""
 
+    def __init__(self, spec: ModelSpec, hardware: Hardware):
+        super().__init__(spec, hardware)
+        endless = hardware.scaled(
+            hardware.name, source=hardware.source, flops=ENDLESS, link=ENDLESS
+        )
+        tileless = replace(endless.gemm, tile_s=0.0)
+        self._memory_only = ModelOnGpus(spec, replace(endless, gemm=tileless))
+
     @property
     def num_layers(self) -> int:
         return self.spec.num_layers
@@ -84,6 +104,12 @@ class RivalOperators(ModelOnGpus):
     @property
     def contention(self) -> float:
         return self.hardware.contention
+
+    def memory_share(self, sms: int) -> float:
+        return self.hardware.memory_share(sms)
+
+    def reading_s(self, rows: int, tp: int = 1) -> float:
+        return self._memory_only.linear_s(rows, tp)
 
     def masters_s(self, rows: int, groups: int, tp: int = 1) -> float:
         """Queries of all masters go to all groups (an all-gather), and what each of these made of
@@ -126,8 +152,11 @@ class ElasticCosts:
 @dataclass(frozen=True)
 class MultiplexedCosts:
     """Prefill and decode on disjoint SMs of the same `tp` GPUs, as MuxWise has it: each is a batch
-    of its own, so both read the weights. decode_sms: those that decode has, the rest is prefill's;
-    beside: whether the other one runs too, which slows both."""
+    of its own, so both read the weights. decode_sms: those that decode has, the rest is prefill's.
+
+    While both run, both are slower by the hardware's contention, and where together they would
+    draw more than the memory's bandwidth, by as much again.
+    """
 
     operators: Operators
     tp: int
@@ -136,23 +165,40 @@ class MultiplexedCosts:
     def sms(self) -> int:
         return self.operators.sms
 
-    def prefill_s(self, chunks: Chunks, decode_sms: int, beside: bool) -> float:
-        """All layers of a batch of prompts."""
-        ops, tp, sms = self.operators, self.tp, self.sms - decode_sms
+    def draw(self, chunks: Chunks, decode_sms: int) -> float:
+        """Share of the memory's bandwidth that a batch of prompts draws."""
         rows = sum(length for _, length in chunks)
-        attention = ops.prefill_attention_s(chunks, tp, sms)
-        linear = ops.linear_s(rows, tp, sms) + ops.head_s(rows, len(chunks), tp)
-        return self._slower(beside) * (linear + attention) + ops.iteration_s
+        return self.operators.reading_s(rows, self.tp) / self._prefill_s(chunks, decode_sms)
 
-    def decode_s(self, decodes: int, contexts: int, decode_sms: int, beside: bool) -> float:
-        """One iteration."""
+    def prefill_s(self, chunks: Chunks, decode_sms: int, beside: bool) -> float:
+        """All layers of a batch of prompts. beside: whether decode runs too."""
+        seconds = self._prefill_s(chunks, decode_sms)
+        factor = self._slower(self.draw(chunks, decode_sms), decode_sms) if beside else 1.0
+        return factor * seconds + self.operators.iteration_s
+
+    def decode_s(
+        self, decodes: int, contexts: int, decode_sms: int, draw: float | None = None
+    ) -> float:
+        """One iteration. draw: of the prefill beside it; None: there is none."""
         ops, tp = self.operators, self.tp
         attention = ops.decode_attention_s(decodes, contexts, tp, decode_sms)
         linear = ops.linear_s(decodes, tp, decode_sms) + ops.head_s(decodes, decodes, tp)
-        return self._slower(beside) * (linear + attention) + ops.iteration_s
+        factor = 1.0 if draw is None else self._slower(draw, decode_sms)
+        return factor * (linear + attention) + ops.iteration_s
 
-    def _slower(self, beside: bool) -> float:
-        return 1.0 + self.operators.contention if beside else 1.0
+    def _prefill_s(self, chunks: Chunks, decode_sms: int) -> float:
+        ops, tp, sms = self.operators, self.tp, self.sms - decode_sms
+        rows = sum(length for _, length in chunks)
+        attention = ops.prefill_attention_s(chunks, tp, sms)
+        return ops.linear_s(rows, tp, sms) + ops.head_s(rows, len(chunks), tp) + attention
+
+    def _slower(self, draw: float, decode_sms: int) -> float:
+        """
+        Worked: decode's SMs can draw 90% of the bandwidth and prefill draws 20%: 1.1 times as slow,
+        and the contention on top.
+        """
+        wanted = draw + self.operators.memory_share(decode_sms)
+        return (1.0 + self.operators.contention) * max(1.0, wanted)
 
 
 @dataclass(frozen=True)

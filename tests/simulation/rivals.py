@@ -28,6 +28,12 @@ class PlainOperators:
     context_s: float = 1e-8  # of a KV token that is read
     sent_s: float = 1e-7  # of a token's KV
 
+    def memory_share(self, sms: int) -> float:
+        return min(1.0, 2 * sms / self.sms)
+
+    def reading_s(self, rows: int, tp: int = 1) -> float:
+        return self.weights_s / tp if rows else 0.0
+
     def linear_s(self, rows: int, tp: int = 1, sms: int | None = None) -> float:
         if not rows:
             return 0.0

@@ -47,6 +47,7 @@ class Batch:
         self.tokens = sum(job.prompt_tokens for job in jobs)
         self.chunks = [(0, job.prompt_tokens) for job in jobs]
         self._seconds: dict[tuple[int, bool], float] = {}
+        self._draws: dict[int, float] = {}
 
     def whole_s(self, costs: MultiplexedCosts, decode_sms: int, beside: bool) -> float:
         """Of all its layers; worked out once for each share."""
@@ -54,6 +55,12 @@ class Batch:
         if key not in self._seconds:
             self._seconds[key] = costs.prefill_s(self.chunks, decode_sms, beside)
         return self._seconds[key]
+
+    def draw(self, costs: MultiplexedCosts, decode_sms: int) -> float:
+        """Of the memory's bandwidth."""
+        if decode_sms not in self._draws:
+            self._draws[decode_sms] = costs.draw(self.chunks, decode_sms)
+        return self._draws[decode_sms]
 
     @property
     def tokens_left(self) -> float:
@@ -114,7 +121,7 @@ class MultiplexedReplica:
             self.decode_sms = self._least_share(waited_s)
         if self.decoding:
             self._decode_runs = True
-            seconds = self._decode_s(self.decode_sms, beside=self._batch is not None)
+            seconds = self._decode_s(self.decode_sms)
             share = self.decode_sms / self._costs.sms * self._system.share
             self._system.run(seconds, share, self._end_decode)
         self._run_batch()
@@ -125,12 +132,14 @@ class MultiplexedReplica:
         target_s = self.decoding.tbt_slo_s
         target_s = min(target_s * self._settings.target_fraction, target_s - waited_s)
         for share in self._settings.shares:
-            if self._decode_s(share, beside=True) <= target_s:
+            if self._decode_s(share) <= target_s:
                 return share
         return self._settings.shares[-1]
 
-    def _decode_s(self, decode_sms: int, beside: bool) -> float:
-        return self._costs.decode_s(len(self.decoding), self.decoding.contexts, decode_sms, beside)
+    def _decode_s(self, decode_sms: int) -> float:
+        """With what is prefilled now beside it to its end."""
+        draw = self._batch.draw(self._costs, decode_sms) if self._batch else None
+        return self._costs.decode_s(len(self.decoding), self.decoding.contexts, decode_sms, draw)
 
     def _end_decode(self) -> None:
         self._decode_runs = False

@@ -52,6 +52,7 @@ class LoongServeSettings:
     tp: int
     degrees: tuple[int, ...] | None = None
     batch_tokens: int = 4096
+    target_fraction: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def _loongserve(
     instances = replicas(gpus, settings.tp)
     degrees = settings.degrees or tuple(range(1, instances + 1))
     costs = ElasticCosts(RivalOperators(spec, hardware), settings.tp)
-    elasticity = Elasticity(tuple(degrees), settings.batch_tokens)
+    elasticity = Elasticity(tuple(degrees), settings.batch_tokens, settings.target_fraction)
     return LoongServe(costs, instances, kv_tokens(spec, hardware, settings.tp), elasticity, order)
 
 

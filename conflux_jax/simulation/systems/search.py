@@ -15,6 +15,7 @@ from conflux_jax.simulation.systems.rivals import kv_tokens
 LEAST_KV_TOKENS = 32_768  # with less beside the weights a group serves no long prompt
 BUDGETS = (512, 1024, 2048, 4096, 8192)
 BATCHES = (2048, 8192)  # prompt tokens that are prefilled at once
+FRACTIONS = (1.0, 0.5)  # of the TBT target, for a decode iteration
 
 Settings = dict[str, Any]  # JSON values by name, as the builders take them
 Score = tuple[float, ...]  # the larger the better; later numbers decide between equals
@@ -76,12 +77,17 @@ def _loongserve(degrees: list[int], gpus: int) -> Iterator[Settings]:
             continue
         every, leaving = tuple(range(1, most + 1)), tuple(range(1, most))
         choices = dict.fromkeys([every, leaving, (most - 1,), every[:2]])
-        for allowed, batch_tokens in itertools.product(choices, BATCHES):
-            yield {"tp": tp, "degrees": allowed, "batch_tokens": batch_tokens}
+        for allowed, tokens, fraction in itertools.product(choices, BATCHES, FRACTIONS):
+            yield {
+                "tp": tp,
+                "degrees": allowed,
+                "batch_tokens": tokens,
+                "target_fraction": fraction,
+            }
 
 
 def _muxwise(degrees: list[int], gpus: int) -> Iterator[Settings]:
-    for tp, batch_tokens, fraction in itertools.product(degrees, BATCHES, (1.0, 0.5)):
+    for tp, batch_tokens, fraction in itertools.product(degrees, BATCHES, FRACTIONS):
         if gpus % tp == 0:
             yield {"tp": tp, "batch_tokens": batch_tokens, "target_fraction": fraction}
 
