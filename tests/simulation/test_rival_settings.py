@@ -11,10 +11,11 @@ from conflux_jax.models.known_specs import QWEN3_14B, QWEN3_32B
 from conflux_jax.simulation.costs import UniformTPCosts
 from conflux_jax.simulation.hardware import preset
 from conflux_jax.simulation.rival_costs import ElasticCosts, MultiplexedCosts, RivalOperators
+from conflux_jax.simulation.simulator import simulate
 from conflux_jax.simulation.systems.rivals import BUILDERS, kv_tokens
 from conflux_jax.simulation.systems.search import candidates, search
 from conflux_jax.simulation.work import Work
-from tests.simulation.rivals import assert_conserved, request, run
+from tests.simulation.rivals import request
 
 H100 = preset("h100")
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -26,11 +27,17 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("settings", [None, SETTINGS])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_rival_serves_a_known_model(name: str):
-    system = BUILDERS[name](QWEN3_14B, H100, 4, SETTINGS[name], "srpf")
+def test_every_rival_serves_a_known_model(name: str, settings: dict[str, dict[str, Any]] | None):
+    """By itself and with settings: as `simulate` runs it, which checks all tokens."""
+    system = BUILDERS[name](QWEN3_14B, H100, 4, settings and settings[name], "srpf")
     requests = [request(n, 0.3 * n, 500 * (n % 5) + 100, 20, 0.1) for n in range(20)]
-    assert_conserved(requests, run(system, requests))
+    results = simulate(system, requests)
+    assert results.attainment == 1.0
+    assert results.statistics is not None
+    assert 0 < results.statistics.kv_peak < 0.1
+    assert 0 < results.statistics.busy_s < results.end_s
 
 
 def test_every_candidate_can_be_built():
@@ -72,7 +79,7 @@ def test_kv_memory_is_what_weights_leave():
         ("chunked", {"tp": 3}, "tp: 4 GPUs cannot be groups of 3"),
         ("chunked", {"budget": 0}, "budget: 0 tokens; at least 1"),
         ("loongserve", {"tp": 4}, "degrees: with"),
-        ("disaggregated", {}, "prefill_gpus: disaggregated needs it"),
+        ("disaggregated", {"tp": 2}, "tp: disaggregated has only batch_tokens, decode_tp"),
         ("disaggregated", {"prefill_gpus": 4}, "prefill_gpus: from 1 to 3"),
         ("disaggregated", {"prefill_gpus": 2, "prefill_sp": 3}, "tp: 2 GPUs cannot"),
     ],

@@ -10,12 +10,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from conflux_jax.simulation.system import SimulatedRequest, Tokens
+from conflux_jax.simulation.system import SimulatedRequest, Statistics, Tokens
 from conflux_jax.simulation.systems.jobs import Job, Memory
 
 
 class EventSystem:
-    """A System whose parts (replicas, sides, batches) each go by their own events.
+    """A System, and Reporting, whose parts (replicas, sides, batches) go by their own events.
 
     pools: all its KV memory. busy_s: seconds that its GPUs have worked, on average over them."""
 
@@ -62,6 +62,11 @@ class EventSystem:
         while self._events and self._events[0][0] == self.now_s:
             heapq.heappop(self._events)[2]()
         return self._given
+
+    def statistics(self) -> Statistics:
+        """Nobody is preempted: see `jobs`."""
+        kv_peak = max(pool.peak_tokens / pool.capacity_tokens for pool in self.pools)
+        return Statistics(self.num_iterations, self.busy_s, kv_peak, preemptions=0)
 
 
 class Replica(Protocol):

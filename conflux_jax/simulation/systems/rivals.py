@@ -6,7 +6,7 @@ KV memory is what weights leave of a GPU's memory, as for our own system.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from conflux_jax.config import ConfigError
@@ -20,7 +20,7 @@ from conflux_jax.simulation.rival_costs import (
     RivalOperators,
     SideCosts,
 )
-from conflux_jax.simulation.roofline import BYTES, MEMORY_USED, ModelCosts
+from conflux_jax.simulation.roofline import BYTES, MEMORY_USED, ModelCosts, group_size
 from conflux_jax.simulation.system import System
 from conflux_jax.simulation.systems.chunked import Budget, Chunked
 from conflux_jax.simulation.systems.disaggregated import Disaggregated, Side
@@ -70,9 +70,9 @@ class DisaggregatedSettings:
     instance decode_tp."""
 
     prefill_gpus: int
-    prefill_tp: int = 1
+    prefill_tp: int
+    decode_tp: int
     prefill_sp: int = 1
-    decode_tp: int = 1
     batch_tokens: int = 8192
 
 
@@ -111,16 +111,21 @@ def _builder[S](name: str, kind: type[S], make: Callable[..., System]) -> Builde
         settings: Settings | None = None,
         ordering: str | None = None,
     ) -> System:
-        """`seed` is no setting of a rival but may be given: nothing in one is left to chance."""
+        """Without a setting that has no default: groups as small as the weights allow, but all GPUs
+        in one for uniform TP; half of the GPUs prefill. `seed` is no setting of a rival but may be
+        given: nothing in one is left to chance."""
         given = {key: value for key, value in (settings or {}).items() if key != "seed"}
         known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
         if unknown := sorted(given.keys() - known):
             raise ConfigError(f"{unknown[0]}: {name} has only {', '.join(sorted(known))}")
-        if "tp" in known:
-            given.setdefault("tp", gpus)
-        needed = {item.name for item in fields(kind) if item.default is MISSING}  # type: ignore
-        if missing := sorted(needed - given.keys()):
-            raise ConfigError(f"{missing[0]}: {name} needs it")
+        smallest = group_size(ModelCosts.of(spec), hardware)
+        defaults = {
+            "tp": smallest if name == "loongserve" else gpus,
+            "prefill_gpus": max(1, gpus // 2),
+            "prefill_tp": smallest,
+            "decode_tp": smallest,
+        }
+        given = {key: value for key, value in defaults.items() if key in known} | given
         try:
             return make(spec, hardware, gpus, kind(**given), ordering or ORDERS[0])
         except ConfigError:
