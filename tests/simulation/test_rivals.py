@@ -72,6 +72,21 @@ def test_every_request_gets_its_tokens_and_results_repeat(
 
 
 @every_system
+def test_noise_follows_its_seed(name: str):
+    requests = traffic(30, 20.0)
+
+    def noisy(seed: int) -> list[list[float]]:
+        system = SYSTEMS[name]("fcfs")
+        system.vary(0.02, seed)  # type: ignore[attr-defined]
+        return run(system, requests)
+
+    assert noisy(1) == noisy(1)
+    assert noisy(1) != noisy(2)
+    # Alone, a factor of exp(noise) that is drawn anew each time.
+    assert noisy(1)[0][0] == pytest.approx(run(SYSTEMS[name]("fcfs"), requests)[0][0], rel=0.1)
+
+
+@every_system
 def test_memory_is_given_back_and_was_scarce(name: str):
     system = SYSTEMS[name]("fcfs")
     run(system, traffic(80, 200.0))
@@ -222,6 +237,22 @@ def test_muxwise_decodes_on_time_beside_prefill(target_s: float):
     assert max(within) <= target_s + 1e-12
     least = next(s for s in SHARES if beside_s(costs, 8 * 160, s) <= target_s)
     assert max(within) == pytest.approx(beside_s(costs, 8 * 159, least))
+
+
+def test_muxwise_leaves_room_for_noise():
+    """Twenty decodes beside a long prompt take 11.8 ms on 20 SMs and 9.6 on 25, for a target of
+    11.9: the fewer do, but not with 2% of noise, by which one in three of these would be late."""
+    requests = [request(n, 0.0, 100, 60, 0.0119) for n in range(20)]
+    requests.append(request(20, 0.001, 50_000, 1))
+    worst_s = []
+    for noise in (0.0, 0.02):
+        muxing = Multiplexing((20, 25), 2048)
+        system = MuxWise(MultiplexedCosts(OPS, 1), 1, 200_000, muxing, "fcfs")
+        system.vary(noise, seed=0)
+        given = run(system, requests)
+        worst_s.append(max(gap for times_s in given[:20] for gap in gaps(times_s)))
+    assert 0.0117 < worst_s[0] < 0.0119
+    assert worst_s[1] < 0.0110
 
 
 def beside_s(costs: MultiplexedCosts, contexts: int, decode_sms: int) -> float:

@@ -131,7 +131,7 @@ class Disaggregated(EventSystem):
         self._kept: deque[tuple[PrefillInstance, Job]] = deque()  # until decode has memory
 
     def add(self, request: SimulatedRequest) -> None:
-        job = Job(request)
+        job = self.new_job(request)
         check_fits(job, self._capacity_tokens)
         instance = min(self.prefills, key=lambda one: one.load)
         instance.add(job)

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import heapq
 import math
+import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from conflux_jax.simulation.system import SimulatedRequest, Statistics, Tokens
 from conflux_jax.simulation.systems.jobs import Job, Memory
 
+MARGIN = 4.0  # standard deviations: one iteration in 30,000 lasts longer
 
-class EventSystem:
+
+class EventSystem(ABC):
     """A System, and Reporting, whose parts (replicas, sides, batches) go by their own events.
 
     pools: all its KV memory. busy_s: seconds that its GPUs have worked, on average over them."""
@@ -26,6 +30,24 @@ class EventSystem:
         self._events: list[tuple[float, int, Callable[[], None]]] = []  # a heap; the int: order set
         self._num_events = 0
         self._given: list[Tokens] = []
+        self._noise, self._random = 0.0, random.Random(0)
+
+    @abstractmethod
+    def add(self, request: SimulatedRequest) -> None: ...
+
+    def vary(self, noise: float, seed: int) -> None:
+        """Let what runs from now on depart from its price by a factor whose logarithm has this
+        standard deviation. Schedulers that hold prices against TBT targets then leave MARGIN of
+        these for it."""
+        self._noise, self._random = noise, random.Random(seed)
+
+    def new_job(self, request: SimulatedRequest) -> Job:
+        """With the target that the scheduler goes by."""
+        return Job(request, request.tbt_slo_s * math.exp(-MARGIN * self._noise))
+
+    def factor(self) -> float:
+        """By which the next thing that runs departs from its price."""
+        return math.exp(self._random.gauss(0.0, self._noise)) if self._noise else 1.0
 
     def at(self, time_s: float, action: Callable[[], None]) -> None:
         """Call `action` then; those of one moment in the order in which they were set."""
@@ -36,8 +58,9 @@ class EventSystem:
         self.at(self.now_s + seconds, action)
 
     def run(self, seconds: float, share: float, action: Callable[[], None]) -> None:
-        """An iteration on that share of the GPUs begins, and ends with `action`."""
+        """An iteration of that price begins on that share of the GPUs, and ends with `action`."""
         self.num_iterations += 1
+        seconds *= self.factor()
         self.busy_s += seconds * share
         self.after(seconds, action)
 
@@ -97,7 +120,7 @@ class Replicated(EventSystem):
         self.replicas = [make(self) for _ in range(count)]
 
     def add(self, request: SimulatedRequest) -> None:
-        job = Job(request)
+        job = self.new_job(request)
         check_fits(job, self.replicas[0].memory.capacity_tokens)
         replica = min(self.replicas, key=_load)
         replica.add(job)

@@ -22,15 +22,15 @@ Chunk = tuple[int, int]  # (start, length) within a prompt
 
 
 class Job:
-    """A request. done: prompt tokens prefilled so far."""
+    """A request. tbt_slo_s: that it is scheduled by. done: prompt tokens prefilled so far."""
 
     __slots__ = ("done", "kv_tokens", "number", "output_tokens", "prompt_tokens", "tbt_slo_s")
 
-    def __init__(self, request: SimulatedRequest):
+    def __init__(self, request: SimulatedRequest, tbt_slo_s: float = math.inf):
         self.number = request.number
         self.prompt_tokens = request.prompt_tokens
         self.output_tokens = request.output_tokens
-        self.tbt_slo_s = request.tbt_slo_s
+        self.tbt_slo_s = tbt_slo_s
         self.kv_tokens = request.prompt_tokens + request.output_tokens
         self.done = 0
 

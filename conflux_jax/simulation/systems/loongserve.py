@@ -192,7 +192,7 @@ class LoongServe(EventSystem):
         }
 
     def add(self, request: SimulatedRequest) -> None:
-        job = Job(request)
+        job = self.new_job(request)
         check_fits(job, max(self._models) * self._capacity_tokens)
         self._queue.add(job)
         self.at(request.arrival_s, self._schedule)

@@ -40,10 +40,10 @@ class Multiplexing:
 
 class Batch:
     """Prompts that are prefilled together. left: of their work, as a share; it can be interrupted
-    between any two layers."""
+    between any two layers. factor: by which it departs from its price."""
 
-    def __init__(self, jobs: Sequence[Job]):
-        self.jobs, self.left = jobs, 1.0
+    def __init__(self, jobs: Sequence[Job], factor: float):
+        self.jobs, self.left, self._factor = jobs, 1.0, factor
         self.tokens = sum(job.prompt_tokens for job in jobs)
         self.chunks = [(0, job.prompt_tokens) for job in jobs]
         self._seconds: dict[tuple[int, bool], float] = {}
@@ -53,7 +53,8 @@ class Batch:
         """Of all its layers; worked out once for each share."""
         key = (decode_sms, beside)
         if key not in self._seconds:
-            self._seconds[key] = costs.prefill_s(self.chunks, decode_sms, beside)
+            price_s = costs.prefill_s(self.chunks, decode_sms, beside)
+            self._seconds[key] = self._factor * price_s
         return self._seconds[key]
 
     def draw(self, costs: MultiplexedCosts, decode_sms: int) -> float:
@@ -162,7 +163,7 @@ class MultiplexedReplica:
         if resumed and not (self._queue and self._queue[0].prompt_tokens < resumed.tokens_left):
             self._resume(resumed)
         elif jobs := self._admit():
-            self._batch = Batch(jobs)
+            self._batch = Batch(jobs, self._system.factor())
         elif resumed:
             self._resume(resumed)
 

@@ -23,7 +23,9 @@ from conflux_jax.simulation.rival_costs import (
 from conflux_jax.simulation.roofline import BYTES, MEMORY_USED, ModelCosts, group_size
 from conflux_jax.simulation.system import System
 from conflux_jax.simulation.systems.chunked import Budget, Chunked
+from conflux_jax.simulation.systems.conflux import ITERATION_NOISE
 from conflux_jax.simulation.systems.disaggregated import Disaggregated, Side
+from conflux_jax.simulation.systems.events import EventSystem
 from conflux_jax.simulation.systems.jobs import ORDERS
 from conflux_jax.simulation.systems.loongserve import Elasticity, LoongServe
 from conflux_jax.simulation.systems.muxwise import Multiplexing, MuxWise
@@ -101,7 +103,12 @@ Settings = Mapping[str, Any]
 Builder = Callable[[ModelSpec, Hardware, int, Settings | None, str | None], System]
 
 
-def _builder[S](name: str, kind: type[S], make: Callable[..., System]) -> Builder:
+def _builder[S](
+    name: str,
+    kind: type[S],
+    make: Callable[..., EventSystem],
+    default_noise: float = ITERATION_NOISE,
+) -> Builder:
     """make(spec, hardware, gpus, the settings as `kind`, order)."""
 
     def build(
@@ -110,11 +117,12 @@ def _builder[S](name: str, kind: type[S], make: Callable[..., System]) -> Builde
         gpus: int,
         settings: Settings | None = None,
         ordering: str | None = None,
-    ) -> System:
-        """Without a setting that has no default: groups as small as the weights allow, but all GPUs
-        in one for uniform TP; half of the GPUs prefill. `seed` is no setting of a rival but may be
-        given: nothing in one is left to chance."""
-        given = {key: value for key, value in (settings or {}).items() if key != "seed"}
+    ) -> EventSystem:
+        """settings: of `kind`, and `noise` and `seed` of what runs. Without a setting that has no
+        default: groups as small as the weights allow, but all GPUs in one for uniform TP; half of
+        the GPUs prefill."""
+        given = dict(settings or {})
+        noise, seed = given.pop("noise", default_noise), given.pop("seed", 0)
         known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
         if unknown := sorted(given.keys() - known):
             raise ConfigError(f"{unknown[0]}: {name} has only {', '.join(sorted(known))}")
@@ -127,30 +135,32 @@ def _builder[S](name: str, kind: type[S], make: Callable[..., System]) -> Builde
         }
         given = {key: value for key, value in defaults.items() if key in known} | given
         try:
-            return make(spec, hardware, gpus, kind(**given), ordering or ORDERS[0])
+            system = make(spec, hardware, gpus, kind(**given), ordering or ORDERS[0])
         except ConfigError:
             raise
         except ValueError as error:
             raise ConfigError(str(error)) from error
+        system.vary(noise, seed)
+        return system
 
     return build
 
 
 def _chunked(
     spec: ModelSpec, hardware: Hardware, gpus: int, settings: ChunkedSettings, order: str
-) -> System:
+) -> EventSystem:
     return _uniform(spec, hardware, gpus, settings.tp, Budget(settings.budget), order)
 
 
 def _oracle(
     spec: ModelSpec, hardware: Hardware, gpus: int, settings: OracleSettings, order: str
-) -> System:
+) -> EventSystem:
     return _uniform(spec, hardware, gpus, settings.tp, Budget(ORACLE_TOKENS, oracle=True), order)
 
 
 def _uniform(
     spec: ModelSpec, hardware: Hardware, gpus: int, tp: int, budget: Budget, order: str
-) -> System:
+) -> EventSystem:
     count = replicas(gpus, tp)
     costs = UniformTPCosts(spec, hardware, tp)
     return Chunked(costs, count, kv_tokens(spec, hardware, tp), budget, order)
@@ -158,7 +168,7 @@ def _uniform(
 
 def _loongserve(
     spec: ModelSpec, hardware: Hardware, gpus: int, settings: LoongServeSettings, order: str
-) -> System:
+) -> EventSystem:
     instances = replicas(gpus, settings.tp)
     degrees = settings.degrees or tuple(range(1, instances + 1))
     costs = ElasticCosts(RivalOperators(spec, hardware), settings.tp)
@@ -168,7 +178,7 @@ def _loongserve(
 
 def _muxwise(
     spec: ModelSpec, hardware: Hardware, gpus: int, settings: MuxWiseSettings, order: str
-) -> System:
+) -> EventSystem:
     shares = tuple(range(SM_STEP, hardware.sms - SM_STEP + 1, SM_STEP))
     multiplexing = Multiplexing(shares, settings.batch_tokens, settings.target_fraction)
     count, tp = replicas(gpus, settings.tp), settings.tp
@@ -178,7 +188,7 @@ def _muxwise(
 
 def _disaggregated(
     spec: ModelSpec, hardware: Hardware, gpus: int, settings: DisaggregatedSettings, order: str
-) -> System:
+) -> EventSystem:
     if not 1 <= settings.prefill_gpus < gpus:
         raise ConfigError(
             f"prefill_gpus: from 1 to {gpus - 1}, so that both sides have some of {gpus}: "
@@ -203,7 +213,7 @@ def _disaggregated(
 
 BUILDERS: dict[str, Builder] = {
     "chunked": _builder("chunked", ChunkedSettings, _chunked),
-    "chunked-oracle": _builder("chunked-oracle", OracleSettings, _oracle),
+    "chunked-oracle": _builder("chunked-oracle", OracleSettings, _oracle, default_noise=0.0),
     "loongserve": _builder("loongserve", LoongServeSettings, _loongserve),
     "muxwise": _builder("muxwise", MuxWiseSettings, _muxwise),
     "disaggregated": _builder("disaggregated", DisaggregatedSettings, _disaggregated),
