@@ -204,6 +204,17 @@ def test_the_oracle_fills_iterations_up_to_the_target():
     assert 0.010 - 64 * OPS.row_s - 64 * 8000 * OPS.pair_s < worst_s <= 0.010
 
 
+def test_the_oracle_goes_on_slowly_where_decodes_are_late_anyway():
+    """An iteration takes 4.5 ms and more, for a target of 4."""
+    costs = PlainCosts()
+    budget = Budget(4096, oracle=True, floor=64)
+    requests = [request(0, 0.0, 100, 500, tbt_slo_s=0.004), request(1, 0.01, 640, 1)]
+    run(Chunked(costs, 1, 100_000, budget, "fcfs"), requests)
+    beside = [work.chunks for work in costs.seen if work.decodes[0] and work.shares[0]]
+    ran = [chunks for chunks in beside if chunks[0][1] == 64]
+    assert {chunks[0][0] for chunks in ran} == set(range(0, 640, 64))
+
+
 def test_shortest_first_passes_a_prompt_that_has_begun():
     """Beside 5,120 tokens that run in chunks, or layer by layer, 100 tokens come: served next in
     one order, last in the other."""

@@ -81,8 +81,6 @@ class ChunkedReplica:
         target_s = self.decoding.tbt_slo_s
         if not self._budget.oracle or not slices or target_s == math.inf:
             return slices
-        if self._seconds([]) > target_s:
-            return cut(slices, self._budget.floor)
         steps = -(-sum(piece.length for piece in slices) // ORACLE_STEP)
         low, high = 0, steps  # so many steps fit; no more than that may
         while low < high:
@@ -91,6 +89,8 @@ class ChunkedReplica:
                 low = middle
             else:
                 high = middle - 1
+        if not low and self._seconds([]) > target_s:
+            return cut(slices, self._budget.floor)
         return cut(slices, low * ORACLE_STEP)
 
     def _seconds(self, slices: Sequence[Slice]) -> float:
