@@ -21,7 +21,7 @@ H100 = preset("h100")
 SETTINGS: dict[str, dict[str, Any]] = {
     "chunked": {},
     "chunked-oracle": {"tp": 2},
-    "loongserve": {"tp": 1},
+    "loongserve": {"tp": 1, "degrees": [1, 3]},
     "muxwise": {"seed": 7},
     "disaggregated": {"prefill_gpus": 2, "prefill_sp": 2},
 }
@@ -75,9 +75,14 @@ def test_kv_memory_is_what_weights_leave():
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("chunked", {"budgets": 1}, "budgets: chunked has only budget, tp"),
+        ("chunked", {"budgets": "many"}, "budgets: chunked has only budget, tp"),
         ("chunked", {"tp": 3}, "tp: 4 GPUs cannot be groups of 3"),
-        ("chunked", {"budget": 0}, "budget: 0 tokens; at least 1"),
+        ("chunked", {"budget": 0}, "budget: must be an integer above 0, got 0"),
+        ("chunked", {"budget": 1.5}, "budget: must be an integer above 0, got 1.5"),
+        ("chunked", {"noise": -1}, "noise: must be a number, 0 or above, got -1"),
+        ("loongserve", {"degrees": "1,2"}, "degrees: must be a list of integers, got '1,2'"),
+        ("loongserve", {"tp": 1, "degrees": [2, 1]}, r"degrees: \(2, 1\) must rise"),
+        ("muxwise", {"target_fraction": "half"}, "target_fraction: must be a number"),
         ("loongserve", {"tp": 4}, "degrees: with"),
         ("disaggregated", {"tp": 2}, "tp: disaggregated has only batch_tokens, decode_tp"),
         ("disaggregated", {"prefill_gpus": 4}, "prefill_gpus: from 1 to 3"),

@@ -5,6 +5,7 @@ KV memory is what weights leave of a GPU's memory, as for our own system.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -32,6 +33,7 @@ from conflux_jax.simulation.systems.muxwise import Multiplexing, MuxWise
 
 SM_STEP = 16  # what MuxWise's shares are multiples of
 ORACLE_TOKENS = 16_384  # most that the oracle takes at once
+FRACTIONAL = ("noise", "target_fraction")  # settings that are no integers
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,12 @@ def _builder[S](
         """settings: of `kind`, and `noise` and `seed` of what runs. Without a setting that has no
         default: groups as small as the weights allow, but all GPUs in one for uniform TP; half of
         the GPUs prefill."""
-        given = dict(settings or {})
-        noise, seed = given.pop("noise", default_noise), given.pop("seed", 0)
+        settings = settings or {}
         known = {item.name for item in fields(kind)}  # type: ignore[arg-type]
-        if unknown := sorted(given.keys() - known):
+        if unknown := sorted(settings.keys() - known - {"noise", "seed"}):
             raise ConfigError(f"{unknown[0]}: {name} has only {', '.join(sorted(known))}")
+        given = {key: _checked(key, value) for key, value in settings.items()}
+        noise, seed = given.pop("noise", default_noise), given.pop("seed", 0)
         smallest = group_size(ModelCosts.of(spec), hardware)
         defaults = {
             "tp": smallest if name == "loongserve" else gpus,
@@ -144,6 +147,24 @@ def _builder[S](
         return system
 
     return build
+
+
+def _checked(name: str, value: Any) -> Any:
+    """A setting's value, which may come from JSON. Raises ConfigError where it is of another kind
+    than that setting: degrees are a list of integers, FRACTIONAL are numbers, all else integers."""
+    if name == "degrees":
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(type(one) is int for one in value):
+            raise ConfigError(f"degrees: must be a list of integers, got {value!r}")
+        return tuple(value)
+    if name in FRACTIONAL:
+        if type(value) not in (int, float) or not 0 <= value < math.inf:
+            raise ConfigError(f"{name}: must be a number, 0 or above, got {value!r}")
+        return value
+    if type(value) is not int or value < (0 if name == "seed" else 1):
+        raise ConfigError(f"{name}: must be an integer above 0, got {value!r}")
+    return value
 
 
 def _chunked(
@@ -172,7 +193,7 @@ def _loongserve(
     instances = replicas(gpus, settings.tp)
     degrees = settings.degrees or tuple(range(1, instances + 1))
     costs = ElasticCosts(RivalOperators(spec, hardware), settings.tp)
-    elasticity = Elasticity(tuple(degrees), settings.batch_tokens, settings.target_fraction)
+    elasticity = Elasticity(degrees, settings.batch_tokens, settings.target_fraction)
     return LoongServe(costs, instances, kv_tokens(spec, hardware, settings.tp), elasticity, order)
 
 
