@@ -19,7 +19,8 @@ ORACLE_STEP = 64  # tokens: how finely the oracle chooses
 
 @dataclass(frozen=True)
 class Budget:
-    """Most rows of an iteration, decodes included.
+    """Most rows of an iteration, decodes included. A prompt ends by a row of its own and decodes in
+    one, so the decodes alone are never more.
 
     oracle: in each iteration the largest budget up to `tokens` with which it meets the TBT target
     of all that decode, by the very costs that it will have: no real system knows them. Where the
@@ -43,8 +44,7 @@ class ChunkedReplica:
     ):
         self._system, self._costs, self._budget = system, costs, budget
         self.memory, self.decoding = system.new_pool(memory_tokens), DecodeBatch()
-        # Each that is live may decode in the same iteration, so no more than the budget.
-        self._prefills = Prefills(order, self.memory, max_live=budget.tokens)
+        self._prefills = Prefills(order, self.memory)
         self._busy = False
 
     @property

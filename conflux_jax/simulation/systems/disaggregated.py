@@ -42,7 +42,7 @@ class PrefillInstance:
     ):
         self._system, self._side, self._batch_tokens = system, side, batch_tokens
         self.memory = system.new_pool(side.memory_tokens)
-        self._prefills = Prefills(order, self.memory)
+        self._prefills = Prefills(order, self.memory, outputs=False)
         self._hand_over = hand_over
         self._busy = False
 

@@ -109,13 +109,14 @@ class Slice(NamedTuple):
 class Prefills:
     """Prompts that are prefilled in chunks: those that wait, and those begun, which hold memory.
 
-    In the order srpf a short prompt goes before the rest of a long one that has begun.
+    In the order srpf a short prompt goes before the rest of a long one that has begun. outputs:
+    whether the memory has to have room for them too.
     """
 
-    def __init__(self, order: str, memory: Memory, max_live: float = math.inf):
+    def __init__(self, order: str, memory: Memory, outputs: bool = True):
         self.waiting, self.begun = Queue(order), Queue(order)
-        self._memory, self._max_live = memory, max_live
-        self._num_live = self._running_tokens = 0
+        self._memory, self._outputs = memory, outputs
+        self._running_tokens = 0
 
     @property
     def load(self) -> tuple[int, int]:
@@ -126,20 +127,20 @@ class Prefills:
     def offer(self, tokens: int) -> list[Slice]:
         """The first so many tokens, in order, of prompts that hold memory or find it. Nothing
         changes yet. Behind a prompt that finds no room nobody else is admitted."""
-        free, live = self._memory.free_tokens, self._num_live
+        free = self._memory.free_tokens
         waiting = begun = 0
         slices: list[Slice] = []
         while tokens > 0:
             new = self.waiting[waiting] if waiting < len(self.waiting) else None
-            if new is not None and (new.kv_tokens > free or live >= self._max_live):
+            if new is not None and self._need(new) > free:
                 new = None
             old = self.begun[begun] if begun < len(self.begun) else None
             if new is None and old is None:
                 break
             if old is None or (new and self.waiting.rank(new) < self.waiting.rank(old)):
                 assert new is not None
-                job, waiting, live = new, waiting + 1, live + 1
-                free -= job.kv_tokens
+                job, waiting = new, waiting + 1
+                free -= self._need(job)
             else:
                 job, begun = old, begun + 1
             slices.append(Slice(job, min(tokens, job.left)))
@@ -152,8 +153,7 @@ class Prefills:
         begun = sum(self.begun[place].number in mine for place in range(len(self.begun)))
         self.begun.take(begun)
         for job in self.waiting.take(len(slices) - begun):
-            self._memory.take(job.kv_tokens)
-            self._num_live += 1
+            self._memory.take(self._need(job))
         self._running_tokens += sum(job.left for job, _ in slices)
 
     def finish(self, slices: Sequence[Slice]) -> list[Job]:
@@ -171,8 +171,10 @@ class Prefills:
     def release(self, jobs: Sequence[Job]) -> None:
         """They have ended: others may have their memory."""
         for job in jobs:
-            self._memory.free(job.kv_tokens)
-        self._num_live -= len(jobs)
+            self._memory.free(self._need(job))
+
+    def _need(self, job: Job) -> int:
+        return job.kv_tokens if self._outputs else job.prompt_tokens
 
 
 def cut(slices: Sequence[Slice], tokens: int) -> list[Slice]:
