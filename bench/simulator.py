@@ -41,6 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    text = json.dumps(flat, indent=2) + "\n"
+    if options.json == Path("-"):
+        print(text, end="")
+        return 0
+    if options.json:
+        options.json.write_text(text, encoding="utf-8")
     print(
         f"{flat['requests']:,.0f} requests, {flat['simulated_s']:,.0f} s of serving in "
         f"{flat['wall_s']:.1f} s: {flat['realtime_factor']:.0f} times real time"
@@ -49,8 +55,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{flat['iterations']:,.0f} iterations, {1e6 * flat['wall_s'] / flat['iterations']:.0f} us "
         f"each; {flat['output_tokens']:,.0f} tokens; {flat['attainment']:.1%} on time"
     )
-    if options.json:
-        options.json.write_text(json.dumps(flat, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
@@ -63,7 +67,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--trace", type=Path, required=True, help="Mooncake's or Azure's format")
     parser.add_argument("--minutes", type=float, default=math.inf, help="only the first so many")
     parser.add_argument("--profile", action="store_true", help="show where the time goes")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write figures as flat JSON")
+    parser.add_argument(
+        "--json",
+        type=Path,
+        nargs="?",
+        const=Path("-"),
+        metavar="FILE",
+        help="write figures as flat JSON, without FILE in place of the text",
+    )
     return parser.parse_args(arguments)
 
 
