@@ -17,7 +17,7 @@ from conflux_jax.config import Config
 from conflux_jax.execution import calibration
 from conflux_jax.execution.batch import BatchBuilder
 from conflux_jax.execution.limits import BatchLimits
-from conflux_jax.execution.measurements import Calibration, Measurement, hold_out
+from conflux_jax.execution.measurements import KINDS, Calibration, Measurement, hold_out
 from conflux_jax.execution.synthetic import (
     SyntheticPlans,
     Workload,
@@ -89,7 +89,7 @@ def test_they_differ_in_all_that_matters(drawn):
     assert {1, 2, 3, 4} <= {len(w.chunks) for w in prefilling}
     starts = [start for w in prefilling for start, _ in w.chunks]
     assert 0 in starts and max(starts) > 100
-    assert {w.kind for w in workloads} == set(calibration.KINDS)
+    assert {w.kind for w in workloads} == set(KINDS)
 
 
 def test_the_step_can_run_their_plans(drawn):
