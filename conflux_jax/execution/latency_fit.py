@@ -24,6 +24,7 @@ from conflux_jax.scheduler.latency_model import (
     LatencyModel,
     num_samples,
     padded_context,
+    prefill_span,
     read_share,
     work_share,
 )
@@ -33,6 +34,8 @@ REWEIGHTINGS = 8
 STARTS = ((1.0, 1.0), (0.5, 0.5), (0.0, 0.0))  # k_d, k_p; the first of equally good ones wins
 NEGLIGIBLE = 1e-9  # seconds at a term's largest, and of the factors
 BETTER = 0.99  # the cost that a later start must reach, of the best so far
+LANES = (1.0, 2.0, 3.0, 4.5, 6.5, 9.0, 13.0, 18.0, 26.0, 36.0, 52.0, 72.0, 104.0, 144.0)
+FINER = (0.78, 0.85, 0.92, 1.08, 1.17, 1.27)  # of the best of those
 
 _Matrix = Float[np.ndarray, "shapes terms"]
 _Column = Float[np.ndarray, " shapes"]
@@ -47,8 +50,8 @@ def fit_latency(
     serial: bool = False,
 ) -> LatencyModel:
     """The model that fits `seconds` of `shapes` best. groups and segments: as in LatencyModel.
-    serial: the paths are known to run one after the other, so both factors are 1 and noise cannot
-    be taken for an overlap.
+    serial: the paths are known to run one after the other, and so are blocks of queries: both
+    factors and the lanes are 1, and noise cannot be taken for an overlap.
 
     Raises ValueError when there is nothing to fit, or a time is not positive."""
     measured = np.array(seconds, np.float64)
@@ -56,13 +59,15 @@ def fit_latency(
         raise ValueError(f"shapes: {len(shapes)} of them, with {len(seconds)} times")
     if not (measured > 0).all():
         raise ValueError(f"seconds: must be positive, got {measured.min()}")
-    terms = _Terms.of(shapes, groups, segments)
+    terms = _Terms.of(shapes, groups, segments, 1.0)
+    if not serial:
+        terms = _best_lanes(shapes, measured, terms)
     best = _polished(terms, _start(terms, measured, *STARTS[0]), measured, serial)
     for k_d, k_p in () if serial else STARTS[1:]:
         found = _polished(terms, _start(terms, measured, k_d, k_p), measured, serial)
         if found.cost < BETTER * best.cost:
             best = found
-    return terms.model(best.theta, identity, groups, segments)
+    return terms.model(best.theta, identity)
 
 
 @dataclass(frozen=True)
@@ -84,9 +89,14 @@ class _Terms:
     decode: Float[np.ndarray, "shapes decode_terms"]
     scales: np.ndarray
     sizes: dict[str, tuple[int, ...]]
+    groups: int
+    segments: int
+    lanes: float
 
     @classmethod
-    def of(cls, shapes: Sequence[IterationShape], groups: int, segments: int) -> _Terms:
+    def of(
+        cls, shapes: Sequence[IterationShape], groups: int, segments: int, lanes: float
+    ) -> _Terms:
         buckets = [shape.bucket for shape in shapes]
         samples = [num_samples(bucket, segments) for bucket in buckets]
         has_prefill = np.array([bucket.prefill for bucket in buckets])
@@ -104,7 +114,7 @@ class _Terms:
         fixed.append(np.array([[float(bucket.handoff)] for bucket in buckets]))
         work = [
             (
-                shape.prefill_work * work_share(shape.bucket, groups),
+                prefill_span(shape, lanes) * work_share(shape.bucket, groups),
                 shape.prefill_work * read_share(groups),
             )
             for shape in shapes
@@ -125,7 +135,8 @@ class _Terms:
         scales[scales == 0] = np.inf  # never seen: whatever its coefficient, it costs nothing
         cuts = np.cumsum([part.shape[1] for part in parts])[:2]
         of_fixed, of_prefill, of_decode = np.split(scales, cuts)
-        return cls(parts[0] / of_fixed, parts[1] / of_prefill, parts[2] / of_decode, scales, sizes)
+        scaled = parts[0] / of_fixed, parts[1] / of_prefill, parts[2] / of_decode
+        return cls(scaled[0], scaled[1], scaled[2], scales, sizes, groups, segments, lanes)
 
     def split(self, theta: np.ndarray) -> list[np.ndarray]:
         """Coefficients of the fixed part, of prefill, of decode."""
@@ -143,9 +154,7 @@ class _Terms:
         decode = np.where(slower[:, None], k_d * self.decode, self.decode)
         return np.concatenate([self.fixed, prefill, decode], axis=1)
 
-    def model(
-        self, theta: np.ndarray, identity: Identity, groups: int, segments: int
-    ) -> LatencyModel:
+    def model(self, theta: np.ndarray, identity: Identity) -> LatencyModel:
         *coefficients, k_d, k_p = theta.tolist()
         values = iter((np.array(coefficients) / self.scales).tolist())
 
@@ -158,8 +167,9 @@ class _Terms:
 
         return LatencyModel(
             identity=identity,
-            groups=groups,
-            segments=segments,
+            groups=self.groups,
+            segments=self.segments,
+            lanes=self.lanes,
             linear=curve("linear"),
             head=curve("head", 0.0),
             handoff_s=next(values),
@@ -175,6 +185,27 @@ class _Terms:
             k_d=k_d,
             k_p=k_p,
         )
+
+
+def _best_lanes(shapes: Sequence[IterationShape], measured: _Column, serial: _Terms) -> _Terms:
+    """The terms with which a start fits best: a coarse search, then a finer one; `serial`, which
+    have one lane, unless others are clearly better."""
+
+    def cost(terms: _Terms) -> float:
+        *coefficients, k_d, k_p = _start(terms, measured, *STARTS[1])
+        fixed, prefill, decode = terms.paths(np.array(coefficients))
+        stage = np.maximum(prefill + k_d * decode, decode + k_p * prefill)
+        error = np.abs((fixed + stage) / measured - 1.0)
+        return float(np.minimum(error**2, OUTLIER * (2 * error - OUTLIER)).sum())
+
+    best, least = serial, BETTER * cost(serial)
+    for grid in (LANES[1:], FINER):
+        base = 1.0 if grid is not FINER else best.lanes
+        for factor in grid:
+            terms = _Terms.of(shapes, serial.groups, serial.segments, max(1.0, factor * base))
+            if (found := cost(terms)) < least:
+                best, least = terms, found
+    return best
 
 
 def _start(terms: _Terms, measured: _Column, k_d: float, k_p: float) -> np.ndarray:

@@ -83,9 +83,9 @@ class DecodeTable:
     def _add_rows(self, rows: int) -> None:
         """As many as there are."""
         self._columns = np.concatenate([self._columns, self._free_rows(rows)], axis=2)
-        self._targets = np.pad(self._targets, ((0, 0), (0, rows)), constant_values=math.inf)
-        self._opened = np.pad(self._opened, ((0, 0), (0, rows), (0, 0)))
-        self._num_opened = np.pad(self._num_opened, ((0, 0), (0, rows)))
+        self._targets = _doubled(self._targets, 1, math.inf)
+        self._opened = _doubled(self._opened, 1)
+        self._num_opened = _doubled(self._num_opened, 1)
 
     def leave(self, state: RequestState) -> None:
         decoded = state.num_decoded
@@ -137,8 +137,8 @@ class DecodeTable:
         self._columns[_NEW_PAGE, groups, rows] = pages
         self._columns[_CAPACITY, groups, rows] += page_tokens
         places = self._num_opened[groups, rows]
-        if places.max() == (columns := self._opened.shape[2]):
-            self._opened = np.pad(self._opened, ((0, 0), (0, 0), (0, columns)))
+        if places.max() == self._opened.shape[2]:
+            self._opened = _doubled(self._opened, 2)
         self._opened[groups, rows, places] = pages
         self._num_opened[groups, rows] = places + 1
 
@@ -160,3 +160,8 @@ class DecodeTable:
             rows.append(DecodeRows(self.members(group).ids, *taken))
         pairs = zip(*(numbers.tolist() for numbers in self._at(_END)), strict=True)
         return rows, [self.states[group][row] for group, row in pairs]
+
+
+def _doubled(array: np.ndarray, axis: int, fill: float = 0) -> np.ndarray:
+    """With as much again behind it."""
+    return np.concatenate([array, np.full_like(array, fill)], axis=axis)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple, Protocol
 from conflux_jax.config import ConfigError
 from conflux_jax.plan import Bucket
 
-FORMAT = 1  # of the JSON file
+FORMAT = 2  # of the JSON file
 # What attention computes at once: see `prefill_work` and `padded_context`.
 QUERY_BLOCK, KEY_BLOCK = 128, 256
 CONTEXT_BLOCK = 128
+FEW_BLOCKS = 0.8  # of the lanes: where fewer blocks than that run, their keys are shared out
 
 Identity = dict[str, Any]  # JSON values by name: what a profile belongs to
 
@@ -34,7 +35,8 @@ class IterationShape(NamedTuple):
     context_tokens: KV tokens that the decodes of one group read, of the group with most.
     all_context_tokens: of all groups. longest_context: of one decode. chunks and their tokens are
     those of the iteration; prefill_work: pairs of a query and a key that attention computes, over
-    all chunks: see `prefill_work`.
+    all chunks: see `prefill_work`. prefill_blocks: blocks of queries of all chunks. block_keys:
+    keys of the block with most.
     """
 
     bucket: Bucket
@@ -44,6 +46,8 @@ class IterationShape(NamedTuple):
     num_chunks: int = 0
     prefill_tokens: int = 0
     prefill_work: int = 0
+    prefill_blocks: int = 0
+    block_keys: int = 0
 
 
 def prefill_work(start: int, length: int) -> int:
@@ -67,6 +71,29 @@ def prefill_work(start: int, length: int) -> int:
     return (context + own) * QUERY_BLOCK * KEY_BLOCK
 
 
+def prefill_span(shape: IterationShape, lanes: float) -> float:
+    """Of `prefill_work`, how many pairs are computed one after the other, where so many blocks of
+    queries run at once (a GPU's SMs over the heads that it has; 1: nothing does).
+
+    As long as the lanes' mean work, or as the block with most keys. Keys of a block are shared out
+    where there are far fewer blocks than lanes.
+
+    Worked, 13 lanes: 860 tokens after 60,000 are 7 blocks of about 60,860 keys each, which run side
+    by side: a block's 128 * 60,860 pairs, though the mean is about half of that.
+
+    >>> shape = iteration_shape(Bucket(256, 0, True, False), (0,), 0, [(60_000, 860)], False)
+    >>> prefill_span(shape, 13.0) == 128 * 60_860
+    True
+    >>> prefill_span(shape, 1.0) == shape.prefill_work
+    True
+    """
+    blocks = shape.prefill_blocks
+    chain = QUERY_BLOCK * shape.block_keys
+    if 0 < blocks <= FEW_BLOCKS * lanes:
+        chain /= lanes // blocks
+    return max(shape.prefill_work / lanes, chain) if lanes > 1 else float(shape.prefill_work)
+
+
 def iteration_shape(
     bucket: Bucket,
     contexts: Sequence[int],
@@ -86,6 +113,8 @@ def iteration_shape(
         num_chunks=len(chunks),
         prefill_tokens=sum([length for _, length in chunks]),
         prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
+        prefill_blocks=sum([-(-length // QUERY_BLOCK) for _, length in chunks]),
+        block_keys=max([start + length for start, length in chunks], default=0),
     )
 
 
@@ -141,14 +170,15 @@ class LatencyModel:
     number breaks that.
 
     groups: among which prefill attention divides its work. segments: rows of a program with prefill
-    that may sample beside its decodes.
+    that may sample beside its decodes. lanes: blocks of queries that run at once: see
+    `prefill_span`.
 
     linear: by the bucket's rows. head: by the rows that may sample. handoff_s: of a program that
     hands KV over. communication: the prefill path's static part, by the bucket's rows (the largest
-    shard). work_s: of a query-key pair of one group. read_s: of a key that a block of queries reads
-    there, however few queries it has. chunk_s and token_s: of a chunk, of a token of
-    it. decode_rows: the decode path's static part, by the bucket's decode rows. context_s: of a KV
-    token of the group with most. all_context_s: of one of any group, where groups share a
+    shard). work_s: of a query-key pair of one group's `prefill_span`. read_s: of a key that a block
+    of queries reads there, however few queries it has. chunk_s and token_s: of a chunk, of a token
+    of it. decode_rows: the decode path's static part, by the bucket's decode rows. context_s: of a
+    KV token of the group with most. all_context_s: of one of any group, where groups share a
     processor. padded_context_s: of one that is read because rows run as long as the longest: see
     `padded_context`.
 
@@ -173,7 +203,8 @@ class LatencyModel:
     padded_context_s: float
     k_d: float = 1.0
     k_p: float = 1.0
-    _static: dict[Bucket, tuple[float, float, float, float]] = field(
+    lanes: float = 1.0
+    _static: dict[Bucket, tuple[float, float, float, float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
 
@@ -204,10 +235,11 @@ class LatencyModel:
         static = self._static.get(bucket)
         if static is None:
             static = self._static[bucket] = self._price(bucket)
-        fixed, prefill, decode, work_s = static
+        fixed, prefill, decode, pair_s, read_s = static
         if bucket.prefill:
             prefill += (
-                work_s * shape.prefill_work
+                pair_s * prefill_span(shape, self.lanes)
+                + read_s * shape.prefill_work
                 + self.chunk_s * shape.num_chunks
                 + self.token_s * shape.prefill_tokens
             )
@@ -219,14 +251,15 @@ class LatencyModel:
             )
         return fixed, prefill, decode
 
-    def _price(self, bucket: Bucket) -> tuple[float, float, float, float]:
-        """What a bucket costs whatever is in it: as `_paths`, and seconds of a pair of work."""
+    def _price(self, bucket: Bucket) -> tuple[float, float, float, float, float]:
+        """What a bucket costs whatever is in it: as `_paths`; and seconds of a pair, computed and
+        read."""
         head = self.head.at(num_samples(bucket, self.segments))
         fixed = self.linear.at(bucket.rows) + head + (self.handoff_s if bucket.handoff else 0.0)
         prefill = self.communication.at(bucket.rows) if bucket.prefill else 0.0
         decode = self.decode_rows.at(bucket.decode_rows) if bucket.decode_rows else 0.0
         pair_s = self.work_s * work_share(bucket, self.groups)
-        return fixed, prefill, decode, pair_s + self.read_s * read_share(self.groups)
+        return fixed, prefill, decode, pair_s, self.read_s * read_share(self.groups)
 
     def to_json(self) -> str:
         model = {item.name: getattr(self, item.name) for item in _stored_fields()}
@@ -339,6 +372,8 @@ def _check(name: str, value: Any) -> None:
             raise ValueError(f"{name}.seconds: must not be negative and must not fall")
     elif not _is_amount(value):
         raise ValueError(f"{name}: must be a number of at least 0, got {value!r}")
+    elif name == "lanes" and value < 1:
+        raise ValueError(f"lanes: must be at least 1, got {value!r}")
     elif name in ("k_d", "k_p") and value > 1:
         raise ValueError(f"{name}: must be at most 1, got {value!r}")
 

@@ -109,7 +109,7 @@ def chunks_within(
     geometry = PoolGeometry(groups, 1, 16, 16 * groups)
     ladders = Ladders.make(MOST_DECODES, MOST_ROWS, GROWTH, handoff=groups > 1)
     budget = Budget(geometry, ladders, MOST_ROWS * groups, CostPredictor(costs, groups))
-    budget.corrections = {mixed: Correction(margin=1.0) for mixed in (False, True)}
+    budget.corrections = {mixed: Correction(spread=0.0) for mixed in (False, True)}
     decodes = Decodes((each,) * groups, (each * CONTEXT,) * groups, CONTEXT, target_s)
     found: Chunks = []
     done = 0

@@ -119,7 +119,7 @@ def test_shape_of_a_workload():
     bucket = Bucket(64, 4, True, True)
     workload = Workload(bucket, ((100, 20), (), (50, 50, 60)), ((0, 10), (300, 130)), (47, 47, 46))
     work = 128 * 256 + 2 * 128 * (512 + 256)
-    assert workload.shape == IterationShape(bucket, 160, 280, 100, 2, 140, work)
+    assert workload.shape == IterationShape(bucket, 160, 280, 100, 2, 140, work, 3, 430)
 
 
 def test_held_out_shapes_are_a_random_part_of_all_buckets():

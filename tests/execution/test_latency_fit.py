@@ -10,7 +10,13 @@ import pytest
 
 from conflux_jax.execution.latency_fit import fit_latency
 from conflux_jax.plan import Bucket
-from conflux_jax.scheduler.latency_model import Curve, IterationShape, LatencyModel, prefill_work
+from conflux_jax.scheduler.latency_model import (
+    Curve,
+    IterationShape,
+    LatencyModel,
+    iteration_shape,
+    prefill_work,
+)
 
 GROUPS, SEGMENTS = 2, 4
 ROWS, DECODE_ROWS, MIXED_DECODE_ROWS = (32, 128, 256), (1, 4, 16, 32), (0, 8, 32)
@@ -31,6 +37,9 @@ SERIAL = LatencyModel(
     all_context_s=5e-7,
     padded_context_s=1e-6,
 )
+
+
+PREFILL_NUMBERS = ("prefill_tokens", "prefill_work", "prefill_blocks", "block_keys")
 
 
 def draw_shapes(count: int, seed: int) -> list[IterationShape]:
@@ -75,6 +84,30 @@ def test_recovers_a_known_model_through_noise(k_d: float, k_p: float):
     assert np.quantile(errors, 0.95) < 0.05
     assert abs(found.k_d - k_d) < 0.15 and abs(found.k_p - k_p) < 0.15
     assert (found.identity, found.groups, found.segments) == (known.identity, GROUPS, SEGMENTS)
+
+
+@pytest.mark.parametrize("lanes", [5.0, 13.0])
+def test_finds_how_many_blocks_run_at_once(lanes: float):
+    """A GPU's prefill attention: without lanes some shapes would be far off, with them all are as
+    near as noise lets them."""
+    known = replace(SERIAL, k_d=0.2, k_p=0.2, lanes=lanes, work_s=6e-8, read_s=0.0)
+    draw = random.Random(9)
+    shapes = []
+    for shape in draw_shapes(300, 7):
+        chunks = [(draw.randint(0, 4000), draw.randint(1, 1500)) for _ in range(shape.num_chunks)]
+        drawn = iteration_shape(shape.bucket, (0,), 0, chunks, False)
+        shapes.append(shape._replace(**{name: getattr(drawn, name) for name in PREFILL_NUMBERS}))
+    rng = np.random.default_rng(2)
+    seconds = [known.predict_s(s) * rng.normal(1.0, 0.02) for s in shapes[:200]]
+    found = fit_latency(shapes[:200], seconds, {}, GROUPS, SEGMENTS)
+    serial = fit_latency(shapes[:200], seconds, {}, GROUPS, SEGMENTS, serial=True)
+
+    def errors(model: LatencyModel) -> list[float]:
+        return [abs(model.predict_s(s) / known.predict_s(s) - 1) for s in shapes[200:]]
+
+    assert np.mean(errors(found)) < 0.02 and np.quantile(errors(found), 0.95) < 0.06
+    assert np.quantile(errors(serial), 0.95) > 2 * np.quantile(errors(found), 0.95)
+    assert found.lanes == pytest.approx(lanes, rel=0.5) and serial.lanes == 1.0
 
 
 def test_noise_is_no_overlap_where_there_can_be_none():

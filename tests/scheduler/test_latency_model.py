@@ -16,7 +16,9 @@ from conflux_jax.scheduler.latency_model import (
     Curve,
     IterationShape,
     LatencyModel,
+    iteration_shape,
     padded_context,
+    prefill_span,
     prefill_work,
 )
 from pallas_kernels import blockwise
@@ -126,6 +128,36 @@ def test_worked_example():
     assert parts.stage == pytest.approx(parts.decode + 0.6 * parts.prefill)
 
 
+def test_blocks_of_queries_side_by_side():
+    """13 lanes. 10 blocks after 60,000 tokens: as long as one of them. 30 blocks: their mean. Two:
+    each block's keys are shared out over six lanes."""
+    bucket = Bucket(4096, 0, True, False)
+
+    def span(*chunks: tuple[int, int]) -> float:
+        return prefill_span(iteration_shape(bucket, (0,), 0, chunks, False), 13.0)
+
+    assert span((60_000, 1280)) == 128 * 61_280
+    assert span((60_000, 3840)) == prefill_work(60_000, 3840) / 13 > 128 * 63_840
+    assert span((60_000, 200)) == max(128 * 60_200 / 6, prefill_work(60_000, 200) / 13)
+    assert span((60_000, 1000), (0, 280)) == 128 * 61_000  # the longest of all blocks
+    assert span() == 0.0
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 90_000), st.integers(1, 3000)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(0, 300),
+    st.integers(0, 300),
+    st.floats(1.0, 150.0),
+)
+def test_prefill_span_is_monotone(chunks, which, start, length, lanes):
+    bucket, at = Bucket(16_384, 0, True, False), which % len(chunks)
+    more = list(chunks)
+    more[at] = chunks[at][0] + start, chunks[at][1] + length
+    small, large = (iteration_shape(bucket, (0,), 0, c, False) for c in (chunks, more))
+    assert prefill_span(small, lanes) <= prefill_span(large, lanes) * (1 + 1e-12)
+
+
 def test_the_slower_path_counts_whole():
     hidden = replace(MODEL, k_d=0.0, k_p=0.0)
     serial = replace(MODEL, k_d=1.0, k_p=1.0)
@@ -206,8 +238,8 @@ def changed(name: str, value: object) -> str:
         ("{", "not JSON"),
         ("[]", "format"),
         ('{"format": 0}', "format"),
-        ('{"format": 1, "identity": {}}', "identity and model"),
-        ('{"format": 1, "identity": {}, "model": {}}', r"model\.all_context_s: missing"),
+        ('{"format": 2, "identity": {}}', "identity and model"),
+        ('{"format": 2, "identity": {}, "model": {}}', r"model\.all_context_s: missing"),
         (changed("speed", 1), r"model\.speed: no such number"),
         (changed("work_s", -1e-9), r"model\.work_s: must be a number of at least 0"),
         (changed("work_s", float("nan")), r"model\.work_s"),
