@@ -43,8 +43,8 @@ from conflux_jax.simulation.systems.conflux import Blueprint, ConfluxSystem
 if TYPE_CHECKING:
     from conflux_jax.execution.runner import Runner
 
-RUN_S, QUICK_RUN_S = 120.0, 30.0
-PROMPTS, OUTPUTS = (16, 600), (4, 60)
+REQUESTS, QUICK_REQUESTS = 120, 24
+PROMPTS, OUTPUTS = (16, 400), (4, 40)
 LOAD = 0.5  # of the rate that would just keep the device busy
 MAX_MODEL_LEN, MAX_SEQS, MAX_TOKENS = 1024, 8, 128
 
@@ -102,9 +102,9 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     blueprint = Blueprint(
         config.scheduler, runner.limits, runner.ladders, model, ProfiledCosts(model)
     )
-    run_s = QUICK_RUN_S if options.quick else RUN_S
-    requests = traffic(run_s, sustained_rate(blueprint), options.seed)
-    print(f"{len(requests)} requests in {run_s:g} s")
+    count = QUICK_REQUESTS if options.quick else REQUESTS
+    requests = traffic(count, sustained_rate(blueprint), options.seed)
+    print(f"{count} requests in {requests[-1].arrival_s:.0f} s")
     run(recorder, runner, requests)
     record = recorder.record
     identical = replan(record, scheduler()) == record.plans
@@ -122,17 +122,18 @@ def sustained_rate(blueprint: Blueprint) -> float:
     a few come at once tells how long they keep it busy."""
     at_once = [
         SimulatedRequest(number, 0.0, len(request.prompt_token_ids), request.max_output_tokens)
-        for number, request in enumerate(traffic(run_s=60.0, rate=1.0, seed=1))
+        for number, request in enumerate(traffic(count=60, rate=1.0, seed=1))
     ]
     system = ConfluxSystem(blueprint, noise=0.0)
     return LOAD * len(at_once) / simulate(system, at_once).end_s
 
 
-def traffic(run_s: float, rate: float, seed: int) -> list[Request]:
+def traffic(count: int, rate: float, seed: int) -> list[Request]:
     """Arrivals at random, in seconds from 0 on."""
     draw, now_s, requests = random.Random(seed), 0.0, []
-    while (now_s := now_s + draw.expovariate(rate)) < run_s:
-        number, outputs = len(requests), draw.randint(*OUTPUTS)
+    for number in range(count):
+        now_s += draw.expovariate(rate)
+        outputs = draw.randint(*OUTPUTS)
         params = SamplingParams(max_tokens=outputs, temperature=0.0, ignore_eos=True)
         prompt = tuple(random_prompt(draw.randint(*PROMPTS), 40_000, number))
         requests.append(Request(f"r{number}", prompt, params, outputs, arrival_s=now_s))
