@@ -49,7 +49,7 @@ class Gemm:
     def seconds(self, m: Size, n: Size, k: Size, sms: Size, all_sms: int, memory: float = 1.0):
         """memory: share of the bandwidth that these SMs can draw."""
         depth_flops_s = self.flops_s / all_sms  # of one SM
-        compute = None
+        compute: Any = None
         for rows, columns in TILES:
             tiles = parts(m, rows) * parts(n, columns)
             cut = smaller(larger(sms // tiles, 1), larger(k / SPLIT_DEPTH, 1))

@@ -52,6 +52,11 @@ def test_a_row_is_within_when_all_its_values_are():
     assert not Row(1, "", "", (near, far)).within
 
 
+def test_a_bound_is_kept_by_all_below():
+    assert Value("a", 10.0, 1.0, at_most=True).within
+    assert not Value("a", 10.0, 10.5, at_most=True).within
+
+
 def test_a_prompt_is_cut_into_the_largest_chunks_within_the_target():
     costs = conflux(H100, 4)
     chunks = chunks_within(costs, 4, 24, 0.05)
@@ -80,7 +85,7 @@ def test_mixed_work_holds_every_token_once():
 
 def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "paper.json"
-    assert command.main(["--json", str(path)]) == 0
+    assert command.main(["--quick", "--json", str(path)]) == 0
     document = json.loads(path.read_text())
     assert document["rows_total"] == len(ROWS) == len(document["rows"])
     within = [row["within"] for row in document["rows"]]
@@ -91,5 +96,5 @@ def test_the_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFix
         assert row["within"] == all(abs(value["ratio"] - 1) <= 0.15 for value in row["values"])
     shown = capsys.readouterr().out
     assert f"{sum(within)} of {len(ROWS)} rows within 15%" in shown
-    assert command.main(["--hardware", "b200"]) == 2
+    assert command.main(["--quick", "--hardware", "b200"]) == 2
     assert "got 'b200'" in capsys.readouterr().err
