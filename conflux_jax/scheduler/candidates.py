@@ -11,6 +11,9 @@ from conflux_jax.scheduler.ordering import Ordering
 from conflux_jax.scheduler.state import RequestState
 
 
+LOOK_PAST = 64  # so that a pass stays short while memory is
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """overtakes: waiting requests before it in order for which memory is short."""
@@ -62,7 +65,7 @@ def _admissible(
     """Waiting requests that fit one after the other, each beside those before it.
 
     One for which memory is short may be overtaken by `bound` others, counted on itself; then none
-    is admitted before it. At most `bound` entries behind the first such one are looked at.
+    is admitted before it. At most LOOK_PAST entries behind the first such one are looked at.
     """
     if memory is None:
         return
@@ -71,7 +74,7 @@ def _admissible(
     passes: list[int] = []
     looked = 0
     for state in queue.waiting(now, pace):
-        if looked > bound or not room.slots:
+        if looked > min(bound, LOOK_PAST) or not room.slots:
             return
         if state.in_flight or not room.fits(state):
             if state.bypassed >= bound:
