@@ -20,7 +20,7 @@ import multiprocessing
 import os
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,46 +174,40 @@ def survey(
     book: Book,
     processes: int,
     curves: bool = False,
-    bar: Callable[[str, int, int], None] | None = None,
 ) -> None:
     """Fill the book with what it lacks, in processes of their own; cases that come first are done
     first. curves: also attainment beyond the goodput of the first slice."""
-    bar = bar or ProgressBar()
     for name in THREADS:
         os.environ.setdefault(name, "1")  # the processes share the cores, not their libraries
     total = len(cases) * (1 + slices + curves)
     ready = deque(Task("tuned", case, 0) for case in cases)
     running: dict[Future[dict[str, Any]], Task] = {}
-    done = 0
+    done, bar = 0, ProgressBar()
+    bar("goodput", done, total)
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-        try:
-            while ready or running:
-                while ready and len(running) < processes:
-                    task = ready.popleft()
-                    if book.get(*task) is None:
-                        running[pool.submit(work, *task, *_before(task, book))] = task
-                    else:
-                        done += 1
-                        ready.extendleft(reversed(_next(task, slices, curves)))
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    task = running.pop(future)
-                    book.put(*task, future.result())
+        while ready or running:
+            while ready and len(running) < processes:
+                task = ready.popleft()
+                if book.get(*task) is None:
+                    running[pool.submit(work, *task, *_before(task, book))] = task
+                else:
                     done += 1
                     ready.extendleft(reversed(_next(task, slices, curves)))
-                bar("goodput", done, total)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
-            raise
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                task = running.pop(future)
+                book.put(*task, future.result())
+                done += 1
+                ready.extendleft(reversed(_next(task, slices, curves)))
+            bar("goodput", done, total)
 
 
 def _next(task: Task, slices: int, curves: bool) -> list[Task]:
     """What can be done once that has been."""
     if task.kind == "tuned":
         return [Task("found", task.case, seed) for seed in range(slices)]
-    return (
-        [Task("curve", task.case, 0)] if task.kind == "found" and not task.seed and curves else []
-    )
+    wanted = curves and task.kind == "found" and task.seed == 0
+    return [Task("curve", task.case, 0)] if wanted else []
 
 
 def _before(task: Task, book: Book) -> Iterable[dict[str, Any]]:

@@ -12,7 +12,7 @@ from conflux_jax.simulation import targets
 from conflux_jax.simulation.hardware import load_hardware
 from conflux_jax.simulation.targets import Targets, scaled_targets
 from conflux_jax.simulation.traces import TraceError, TraceRequest
-from conflux_jax.simulation.workload import at_rate, rate_of, simulated, slice_minutes
+from conflux_jax.simulation.workload import at_rate, rate_of, simulated, slice_minutes, spread
 
 TRACE = [
     TraceRequest(0.0, 100, 5, (1,)),
@@ -83,3 +83,18 @@ def test_deadlines_follow_model_and_gpus():
     assert smaller / speeds[0] == pytest.approx(qwen / llama)
     for rule, (shorter, longer) in itertools.product(rules, itertools.pairwise((1, 10**4, 10**6))):
         assert 2.0 <= rule.ttft_slo_s(shorter) <= rule.ttft_slo_s(longer)
+
+
+def test_requests_of_one_time_are_spread_up_to_the_next():
+    times_s = (0.0, 0.0, 0.0, 3.0, 4.0, 4.0)
+    trace = [TraceRequest(time_s, 10 + at, 1, (at,)) for at, time_s in enumerate(times_s)]
+    spread_out = spread(trace, seed=1)
+    arrivals = [request.arrival_s for request in spread_out]
+    assert [request.prompt_tokens for request in spread_out] == [10, 11, 12, 13, 14, 15]
+    assert [request.prefix_hashes for request in spread_out] == [(at,) for at in range(6)]
+    assert arrivals == sorted(arrivals) and len(set(arrivals)) == 6
+    assert arrivals[0] == 0.0 and 0.0 < arrivals[1] < arrivals[2] < 3.0
+    assert arrivals[3:5] == [3.0, 4.0] and 4.0 < arrivals[5] < 5.0
+    assert spread(trace, seed=1) == spread_out != spread(trace, seed=2)
+    alone = [TraceRequest(0.0, 1, 1), TraceRequest(0.0, 2, 1)]
+    assert spread(alone, seed=1) == alone
