@@ -44,6 +44,9 @@ ORDERS = ("fcfs", "own")  # own: by deadline in our system, shortest prefill fir
 PROBE_MINUTES = 2.0  # of the slice, on which settings are compared
 FIRST_GUESS = 0.5  # of the rate that the linear layers' products alone would allow
 NEAR_STEP = 1.12  # from a rate that was sustained on part of the slice, or on another
+# Of our system: its defaults, and without the bound on how often a prompt may be overtaken, which
+# the others do not have either.
+OUR_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"max_bypass": 1_000_000})
 QUANTILES = tuple(float(percent) for percent in range(101))
 
 Settings = Mapping[str, Any]
@@ -115,13 +118,13 @@ class Found:
 
 
 def tune(case: Case) -> Tuned:
-    """A rival's best settings, and where to search; a system without a list of settings runs by its
-    defaults. They are compared on the first PROBE_MINUTES of the first slice: see
-    `capacity.best_settings`."""
-    if case.system == "conflux":
-        return Tuned({}, first_guess(case), False)
+    """A system's best settings, and where to search. They are compared on the first PROBE_MINUTES
+    of the first slice: see `capacity.best_settings`."""
     spec, hardware = KNOWN_SPECS[case.model], _hardware(case.hardware)
-    choices = candidates(case.system, spec, hardware, case.gpus)
+    if case.system == "conflux":
+        choices: list[dict[str, Any]] = list(OUR_SETTINGS)
+    else:
+        choices = candidates(case.system, spec, hardware, case.gpus)
     if not choices:
         raise ConfigError(f"gpus: {case.system} cannot run {spec.name} on {case.gpus}")
     probe = dataclasses.replace(case, minutes=min(case.minutes, PROBE_MINUTES))
