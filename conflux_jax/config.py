@@ -105,7 +105,7 @@ class SchedulerConfig:
         choices=("deadline", "fcfs", "shortest"),
     )
     max_bypass: int = _setting(
-        256, "later requests that may overtake a waiting one before it must be next", low=0
+        1024, "later requests that may overtake a waiting one before it must be next", low=0
     )
     ttft_slo_s: float | None = _setting(
         None, "target for the first token, where a request sets none (default: no target)", low=1e-6
