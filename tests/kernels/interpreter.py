@@ -31,7 +31,7 @@ def interpreted(run: Callable, *operands):
     mesh = AbstractMesh((), (), abstract_device=H100)
     try:
         with use_abstract_mesh(mesh), plgpu.force_gpu_interpret_mode(params):
-            results = jax.tree.map(np.asarray, run(*operands))
+            results = jax.tree.map(np.asarray, jax.jit(run)(*operands))
         races = interpret_pallas_call.get_races()
         assert races is not None and not races.races_found, "data race: see the output"
     finally:
@@ -64,12 +64,12 @@ class PagedPool:
 
     def store(self, k: np.ndarray, v: np.ndarray, page_tokens: int) -> list[int]:
         """Writes `[tokens, heads, head_dim]` to scattered pages; returns their ids."""
-        tokens, heads, _ = k.shape
+        tokens, heads, head_dim = k.shape
         ids = [self._free.pop() for _ in range(-(-tokens // page_tokens))]
         unused = np.arange(len(ids) * page_tokens).reshape(len(ids), 1, page_tokens, 1) >= tokens
         for kind, sequence in enumerate((k, v)):
-            pages = page_rows_of(sequence, page_tokens).reshape(len(ids), heads, page_tokens, -1)
-            pages = np.where(unused, 100.0, pages).reshape(len(ids), heads * page_tokens, -1)
+            pages = page_rows_of(sequence, page_tokens).reshape(-1, heads, page_tokens, head_dim)
+            pages = np.where(unused, 100.0, pages).reshape(-1, heads * page_tokens, head_dim)
             self.array[self.layer, kind, ids] = pages
         return ids
 

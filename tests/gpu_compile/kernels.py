@@ -1,0 +1,84 @@
+"""Kernels by themselves, compiled for one H100, and what the assembler makes of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from bench.h100.programs import make_mesh
+
+MAX_REGISTERS = 65_536  # of an SM, which has one program
+MAX_SHARED_BYTES = 227 * 1024
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Machine code of one kernel. registers: of a thread at launch. log: all that ptxas said."""
+
+    name: str
+    registers: int
+    threads: int
+    shared_bytes: int
+    spilled_bytes: int
+    log: str
+    sass: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.threads} threads of {self.registers} registers, "
+            f"{self.shared_bytes:,} bytes of shared memory, {self.spilled_bytes} spilled"
+        )
+
+
+def compile_kernels(
+    function: Callable, operands: list, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Kernel]:
+    """The Mosaic kernels that `function` launches on arrays of these shapes and types, by name."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_TO", str(folder))
+    for what in ("PTX", "PTXAS", "SASS"):
+        monkeypatch.setenv(f"MOSAIC_GPU_DUMP_{what}", "1")
+    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", _disassembler_root())
+    mesh, whole = make_mesh(1, 1), PartitionSpec()
+    on_device = NamedSharding(mesh, whole)
+    shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in operands]
+    sharded = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+    jax.jit(sharded).lower(*shaped).compile()
+    kernels = [_read(ptx) for ptx in sorted(folder.glob("*.ptx"))]
+    return {kernel.name: kernel for kernel in kernels}
+
+
+def _read(ptx: Path) -> Kernel:
+    """What the compiler has left beside a kernel's PTX."""
+    log = ptx.with_suffix(".ptxas").read_text()
+    return Kernel(
+        name=re.sub(r"_\d+$", "", ptx.stem),
+        registers=_number(r"Used (\d+) registers", log),
+        threads=_number(r"\.maxntid (\d+)", ptx.read_text()),
+        shared_bytes=_number(
+            r"smem_scratch_bytes=(\d+)", ptx.with_suffix(".resources.txt").read_text()
+        ),
+        spilled_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", log))),
+        log=log,
+        sass=ptx.with_suffix(".sass_ctrl").read_text(),
+    )
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found, f"no {pattern} in {text[:500]}"
+    return int(found[1])
+
+
+def _disassembler_root() -> str:
+    """The folder whose `bin` has nvdisasm, of the wheel nvidia-cuda-nvdisasm."""
+    package = importlib.util.find_spec("nvidia.cu13")
+    assert package is not None and package.submodule_search_locations, "no nvidia-cuda-nvdisasm"
+    (root,) = (p for p in package.submodule_search_locations if Path(p, "bin/nvdisasm").exists())
+    return root
