@@ -56,6 +56,12 @@ class ExecutionConfig:
         "(default: stream on a GPU whose attention kernels can, none elsewhere)",
         choices=("none", "stream"),
     )
+    attention: str | None = _setting(
+        None,
+        "attention kernels: Pallas' for Hopper GPUs, or XLA's own operations on any device "
+        "(default: pallas where device, dtype, head_dim and page_tokens allow it)",
+        choices=("pallas", "xla"),
+    )
     decode_attention: str = _setting(
         "local",
         "where decode tokens attend: on their own group, or over all groups as prefill does",

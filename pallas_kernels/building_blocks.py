@@ -180,6 +180,12 @@ def page_loads(
         plgpu.copy_gmem_to_smem(pool.at[pl.ds(row + values_offset, rows)], v.at[target], barrier)
 
 
+def check_page_tokens(page_tokens: int) -> None:
+    """Raises ValueError for pages in decode layout that blocks of keys cannot be made of."""
+    if page_tokens < 16 or (page_tokens % TILE_ROWS and TILE_ROWS % page_tokens):
+        raise ValueError(f"page_tokens: must be 16, 32 or a multiple of 64, got {page_tokens}")
+
+
 def check_pool(pool: jax.Array, num_heads: int) -> None:
     """Raises ValueError, naming argument and limit, for a pool that the kernels cannot read."""
     if pool.dtype != jnp.bfloat16:
@@ -189,9 +195,7 @@ def check_pool(pool: jax.Array, num_heads: int) -> None:
         raise ValueError(f"head_dim: must be 64 or 128, got {head_dim}")
     if page_rows % num_heads:
         raise ValueError(f"pool: page_rows ({page_rows}) must be a multiple of {num_heads} heads")
-    tokens = page_rows // num_heads
-    if tokens < 16 or (tokens % TILE_ROWS and TILE_ROWS % tokens):
-        raise ValueError(f"page tokens: must be 16, 32 or a multiple of 64, got {tokens}")
+    check_page_tokens(page_rows // num_heads)
     if layers * two * pages * page_rows >= 2**31:
         raise ValueError(
             f"pool: {layers * two * pages * page_rows} rows; int32 can name fewer than 2**31"

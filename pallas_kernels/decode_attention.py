@@ -107,13 +107,14 @@ def decode_rows(
     layer: Int[Array, ""],
     page_table: Int[Array, "rows max_pages"],
     context_lens: Int[Array, " rows"],
-    tickets: jax.Ref | None = None,
+    tickets: Int[Array, " programs"] | None = None,
 ) -> tuple[Float[Array, "rows kv_heads q_per_kv head_dim"], Float[Array, "rows kv_heads q_per_kv"]]:
     """`decode_attention` with queries, keys and values wherever `shape` says that they stand in
     flat arrays, which may be one and the same.
 
-    tickets: int32 `[programs]`, all 0 and left so. With them it is one launch; without, a second
-    one merges the results of what was divided among programs."""
+    tickets: int32 zeros in memory of their own, in which the kernel counts and which it leaves as
+    they were: so no operand changes, and launches one after the other may share them. With them it
+    is one launch; without, a second one merges the results of what was divided among programs."""
     shape.check()
     check_pool(pool, shape.kv_heads)
     shape = replace(shape, merges=tickets is not None)

@@ -235,7 +235,7 @@ def produce(
     smem: Scratch,
 ) -> None:
     """The copying warpgroup: every block of the program's stretch, as the ring has room."""
-    _, _, pages, page_rows, _ = pool_shape
+    pages, page_rows = pool_shape[2:4]
     keys_row = layer[0] * (2 * pages * page_rows)
     stages = jnp.int32(STAGES)
 

@@ -24,7 +24,7 @@ from conflux_jax.execution.kv_cache import PoolShape, page_bytes, plan_geometry
 from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.execution.runner import plan_dims, plan_ladders, plan_limits
 from conflux_jax.execution.step import lower_step
-from conflux_jax.models.attention import AttentionOptions
+from conflux_jax.models.attention import AttentionKernels, AttentionOptions
 from conflux_jax.models.decoder import DecoderDims
 from conflux_jax.models.spec import ModelSpec
 from conflux_jax.plan import Bucket
@@ -113,11 +113,12 @@ def make_mesh(sp: int, tp: int) -> Mesh:
     return Mesh(devices, ("sp", "tp"), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
-def compile_step(setup: Setup, bucket: Bucket) -> Program:
-    """The step of a bucket as XLA makes it for the mesh; seconds of compilation."""
+def compile_step(setup: Setup, bucket: Bucket, kernels: AttentionKernels | None = None) -> Program:
+    """The step of a bucket as XLA makes it for the mesh; seconds of compilation. Without `kernels`
+    the attention is a stand-in's."""
     platform = setup.mesh.devices.flat[0].platform
     overlap = setup.config.execution.overlap
-    options = AttentionOptions.make(overlap, platform, StandInKernels())
+    options = AttentionOptions.make(overlap, platform, kernels or StandInKernels())
     lowered = lower_step(
         setup.dims, setup.mesh, setup.limits, bucket, setup.spec.vocab_size, options
     )

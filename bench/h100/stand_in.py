@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from conflux_jax.models.attention import DecodeInputs, PrefillInputs
+from conflux_jax.models.attention import AttentionInputs, DecodeInputs, PrefillInputs
 from conflux_jax.models.heads import HeadLayout
 
 PROGRAMS = 132  # the SMs of an H100
@@ -27,6 +27,9 @@ class StandInKernels:
     """Satisfies `AttentionKernels` with one launch a path."""
 
     streams: bool = True
+
+    def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
+        return inputs
 
     def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
         num_rows, head_dim = inputs.context_lens.shape[0], sent.shape[3]

@@ -138,7 +138,9 @@ def forward(
         fed = jnp.take(state.last_tokens, fields["decode_slots"], axis=0, mode="clip")
         fed = jnp.pad(fed, (0, bucket.rows - bucket.decode_rows))
         token_ids = jnp.where(jnp.arange(bucket.rows) < fields["num_decodes"], fed, token_ids)
+    decode_heads = dims.heads.alone if limits.geometry.shared else dims.heads
     inputs = _attention_inputs(bucket, fields)
+    inputs = options.kernels.planned(inputs, dims.heads, decode_heads)
     tables = rope_tables(fields["positions"], rope_inv_freq(dims.spec))
     cos, sin = lax.optimization_barrier(tables)  # made once, not in every layer
     layer_def, layer_state = nnx.split(model.layers)

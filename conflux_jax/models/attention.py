@@ -13,7 +13,7 @@ are some. Whether the two phases may run at the same time is said by `AttentionO
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -34,12 +34,13 @@ DECODE_STREAM = "gpu_stream:1"
 
 class DecodeInputs(NamedTuple):
     """This group's decode rows, the first of the packed axis. Padded rows: context 0, and a write
-    past the pool."""
+    past the pool. plan: what the kernels have made of it before the layers."""
 
     num_rows: Int[Array, ""]
     context_lens: Int[Array, " decode_rows"]
     page_table: Int[Array, "decode_rows max_pages"]
     writes: Int[Array, " decode_rows"]
+    plan: Any = None
 
 
 class PrefillInputs(NamedTuple):
@@ -49,13 +50,14 @@ class PrefillInputs(NamedTuple):
     "compact" order the chunks' tokens lie end to end. received: for each compact token, its
     received row. compact: the inverse, for each received row its compact token. writes: for each
     received row its first pool row, past the pool where it is no chunk's. segments: on the compact
-    axis.
+    axis. plan: what the kernels have made of it before the layers.
     """
 
     received: Int[Array, " tokens"]
     compact: Int[Array, " tokens"]
     writes: Int[Array, " tokens"]
     segments: Segments
+    plan: Any = None
 
 
 class HandoffInputs(NamedTuple):
@@ -97,6 +99,12 @@ class AttentionKernels(Protocol):
         single `lax` operations there, but no loops and no nested jit."""
         ...
 
+    def planned(
+        self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout
+    ) -> AttentionInputs:
+        """`inputs` with whatever `decode` and `prefill` want made once, before the layers."""
+        ...
+
     def decode(
         self,
         sent: Float[Array, "groups rows qkv_heads head_dim"],
@@ -128,6 +136,9 @@ class XlaKernels:
     """The XLA path, on any device: see `pallas_kernels.blockwise`."""
 
     streams: bool = False
+
+    def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
+        return inputs
 
     def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
         rows, kv_heads, head_dim = inputs.context_lens.shape[0], heads.kv_per_rank, sent.shape[3]
@@ -217,7 +228,7 @@ def spread_attention(
 ) -> tuple[Float[Array, "rows q_width"], _Pool]:
     """`split_attention` as other systems have it, to measure against: decode rows go through the
     all-to-alls as well, and every device attends for all groups' decodes with its own heads."""
-    groups, rows, own = heads.groups, qkv.shape[0], replace(heads, groups=1, replicas=1)
+    groups, rows, own = heads.groups, qkv.shape[0], heads.alone
     sent = lax.optimization_barrier(jnp.moveaxis(qkv, 1, 0))
     received = _all_to_all(sent, axis=0)
     decode_out = None

@@ -8,7 +8,7 @@ with zero weights, once, at load.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conflux_jax.models.spec import ModelError, ModelSpec
 
@@ -49,6 +49,11 @@ class HeadLayout:
     def q_per_kv_decode(self) -> int:
         """Query heads of each distinct KV head of a rank."""
         return self.q_per_kv * self.replicas
+
+    @property
+    def alone(self) -> HeadLayout:
+        """Of one device that attends with its own heads, whatever the others do."""
+        return replace(self, groups=1, replicas=1)
 
     def prefill_page_tokens(self, page_tokens: int) -> int:
         """Tokens of a page in prefill layout, where one of decode layout has `page_tokens`."""

@@ -121,7 +121,7 @@ def test_what_no_kernel_supports_is_refused():
         attempt(head_dim=96)
     with pytest.raises(ValueError, match="pool: must be bfloat16, got float32"):
         attempt(dtype=jnp.float32)
-    with pytest.raises(ValueError, match="page tokens: must be 16, 32 or a multiple of 64, got 48"):
+    with pytest.raises(ValueError, match="page_tokens: must be 16, 32 or a multiple of 64, got 48"):
         attempt(page_rows=96)
     with pytest.raises(ValueError, match=r"page_rows .65. must be a multiple of 2 heads"):
         attempt(page_rows=65)
