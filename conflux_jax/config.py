@@ -62,6 +62,13 @@ class ExecutionConfig:
         "(default: pallas where device, dtype, head_dim and page_tokens allow it)",
         choices=("pallas", "xla"),
     )
+    decode_sms: int = _setting(
+        64,
+        "multiprocessors of a GPU that decode attention has to itself while prefill attention, "
+        "with the others, runs beside it",
+        low=1,
+        high=131,
+    )
     decode_attention: str = _setting(
         "local",
         "where decode tokens attend: on their own group, or over all groups as prefill does",

@@ -26,10 +26,9 @@ from conflux_jax.execution.kv_cache import (
 from conflux_jax.execution.limits import BatchLimits, ladders_for
 from conflux_jax.execution.sampling import Sampled
 from conflux_jax.execution.step import StepState, lower_step
-from conflux_jax.models.attention import AttentionOptions
 from conflux_jax.models.decoder import DecoderDims, abstract_decoder
 from conflux_jax.models.heads import HeadLayout
-from conflux_jax.models.hopper_kernels import choose_kernels
+from conflux_jax.models.hopper_kernels import attention_options
 from conflux_jax.models.loading.placement import load_parameters
 from conflux_jax.models.spec import ModelSpec, WeightSource
 from conflux_jax.plan import Bucket, IterationPlan, PoolGeometry, StepOutput
@@ -87,12 +86,10 @@ class Runner:
         self.limits = plan_limits(dims, geometry, config, max_model_len)
         self._batches = BatchBuilder(self.limits)
         self._params, self._vocab_limit = params, vocab_limit
-        device, execution = mesh.devices.flat[0], config.execution
-        page_tokens = config.cache.page_tokens
-        kernels = choose_kernels(
-            execution.attention, device, dims.dtype, dims.spec.head_dim, page_tokens
+        device, page_tokens = mesh.devices.flat[0], config.cache.page_tokens
+        self.attention = attention_options(
+            config.execution, device, dims.dtype, dims.spec.head_dim, page_tokens
         )
-        self.attention = AttentionOptions.make(execution.overlap, device.platform, kernels)
         self._buffer_sharding = NamedSharding(mesh, PartitionSpec("sp"))
         self._compiled: dict[Bucket, jax.stages.Compiled] = {}
         self._last_done_s = 0.0

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Int
 
-from conflux_jax.config import ConfigError
+from conflux_jax.config import ConfigError, ExecutionConfig
 from conflux_jax.models.attention import (
     AttentionInputs,
     AttentionKernels,
+    AttentionOptions,
     DecodeInputs,
     PrefillInputs,
     XlaKernels,
@@ -21,24 +22,38 @@ from conflux_jax.models.heads import HeadLayout
 from pallas_kernels.building_blocks import HEAD_DIMS, SMS, check_page_tokens
 from pallas_kernels.decode_attention import decode_plan, decode_rows
 from pallas_kernels.decode_kernel import DecodeShape, HeadRows
+from pallas_kernels.prefill_attention import PrefillTuning, prefill_attention
+from pallas_kernels.prefill_plan import ROW_GRAIN, PrefillPlan, plan_prefill
 
 HOPPER = "9.0"  # compute capability
 
 
 class DecodePlan(NamedTuple):
     """stretches: which blocks each program attends to. tickets: counters in device memory, which
-    all layers use, one after the other; None where the merging is another launch's."""
+    all layers use, one after the other; None where another launch merges."""
 
     stretches: Int[Array, "programs fields"]
     tickets: Int[Array, " programs"] | None
 
 
+class PlannedPrefill(NamedTuple):
+    """What prefill attention works on, and how many programs do."""
+
+    plan: PrefillPlan
+    programs: int
+
+
 @dataclass(frozen=True)
 class HopperKernels:
-    """Satisfies `AttentionKernels`. programs: of a launch, one an SM. interpretable: for tests on a
-    CPU, see `pallas_kernels.building_blocks`; then decode attention takes two launches."""
+    """Satisfies `AttentionKernels`.
+
+    programs: of a launch, one an SM. decode_sms: of these, how many decode attention has to itself
+    where prefill attention runs at the same time, and has the others; 0: each has all, one after
+    the other. interpretable: for tests on a CPU, see `pallas_kernels.building_blocks`; then decode
+    attention takes two launches."""
 
     programs: int = SMS
+    decode_sms: int = 0
     interpretable: bool = False
 
     @property
@@ -46,27 +61,33 @@ class HopperKernels:
         return True
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
-        if inputs.decode is None:
-            return inputs
-        lens = inputs.decode.context_lens
-        stretches = decode_plan(lens, decode_heads.kv_per_rank, self.programs)
-        stretches = lax.optimization_barrier(stretches)  # made once, not in every layer
-        tickets = None
-        if not self.interpretable:
-            # Behind a barrier, so that these zeros never share memory with any others.
-            tickets = lax.optimization_barrier(jnp.zeros(self.programs, jnp.int32))
-        plan = DecodePlan(stretches, tickets)
-        return inputs._replace(decode=inputs.decode._replace(plan=plan))
+        decode, prefill = inputs.decode, inputs.prefill
+        divided = self.decode_sms if decode is not None and prefill is not None else 0
+        if decode is not None:
+            programs = divided or self.programs
+            kv_heads = decode_heads.kv_per_rank
+            stretches = decode_plan(decode.context_lens, kv_heads, programs)
+            tickets = None if self.interpretable else jnp.zeros(programs, jnp.int32)
+            plan = _made_once(DecodePlan(stretches, tickets))
+            decode = decode._replace(plan=plan)
+        if prefill is not None:
+            plan = _made_once(plan_prefill(prefill.segments, prefill.received, heads.groups))
+            plan = PlannedPrefill(plan, self.programs - divided)
+            prefill = prefill._replace(plan=plan)
+        return inputs._replace(decode=decode, prefill=prefill)
 
     def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
-        shape = self._decode_shape(sent, pool, inputs.context_lens.shape[0], heads)
-        rows = sent.reshape(-1, sent.shape[3])
         stretches, tickets = inputs.plan
+        num_rows, programs = inputs.context_lens.shape[0], stretches.shape[0]
+        shape = self._decode_shape(sent, pool, num_rows, programs, heads)
+        rows = sent.reshape(-1, sent.shape[3])
         table, lens = inputs.page_table, inputs.context_lens
         out, _ = decode_rows(shape, stretches, rows, rows, rows, pool, layer, table, lens, tickets)
         return out.reshape(shape.num_rows, -1)
 
-    def _decode_shape(self, sent, pool, num_rows: int, heads: HeadLayout) -> DecodeShape:
+    def _decode_shape(
+        self, sent, pool, num_rows: int, programs: int, heads: HeadLayout
+    ) -> DecodeShape:
         """Heads of a row lie `[group][queries | keys | values]`. Where KV heads are scarce, several
         groups have the same one, each with a part of its queries."""
         _, all_rows, qkv_heads, head_dim = sent.shape
@@ -92,12 +113,34 @@ class HopperKernels:
             q=rows(0, heads.q_per_kv),
             k=rows(heads.q_per_device, 1),
             v=rows(heads.q_per_device + heads.kv_per_device, 1),
-            programs=self.programs,
+            programs=programs,
             interpretable=self.interpretable,
         )
 
     def prefill(self, received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
-        return XlaKernels().prefill(received, pool, layer, inputs, heads)
+        plan, programs = inputs.plan
+        tokens, kv_heads = received.shape[0], heads.kv_per_device
+        received = jnp.pad(received, [(0, -tokens % ROW_GRAIN), (0, 0), (0, 0)])
+        tuning = PrefillTuning(programs, interpretable=self.interpretable)
+        out, _ = prefill_attention(received, pool, layer, plan, kv_heads=kv_heads, tuning=tuning)
+        return out[:tokens]
+
+
+def _made_once(plan: Any) -> Any:
+    """Behind a barrier: not made again in every layer, and no zeros that share memory with any
+    others, which counters may not."""
+    return lax.optimization_barrier(plan)
+
+
+def attention_options(
+    execution: ExecutionConfig, device: Any, dtype: Any, head_dim: int, page_tokens: int
+) -> AttentionOptions:
+    """How the attention stage runs on a device. Raises ConfigError for what cannot work there."""
+    kernels = choose_kernels(execution.attention, device, dtype, head_dim, page_tokens)
+    options = AttentionOptions.make(execution.overlap, device.platform, kernels)
+    if isinstance(kernels, HopperKernels) and not options.ordered:
+        options = replace(options, kernels=replace(kernels, decode_sms=execution.decode_sms))
+    return options
 
 
 def choose_kernels(

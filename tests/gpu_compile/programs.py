@@ -8,6 +8,7 @@ from typing import Any
 from bench.h100.programs import Program, Setup, compile_step
 from bench.variants import VARIANTS
 from conflux_jax.config import Config
+from conflux_jax.models.attention import AttentionKernels
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.plan import Bucket
 
@@ -20,16 +21,26 @@ FIRST = "llama-3.1-8b"
 BUCKET = Bucket(rows=512, decode_rows=64, prefill=True, handoff=True)
 
 
-def program(model: str, overlap: str, bucket: Bucket = BUCKET, **settings: Any) -> Program:
-    """`settings` go over those that all have in common."""
+def program(
+    model: str,
+    overlap: str,
+    bucket: Bucket = BUCKET,
+    kernels: AttentionKernels | None = None,
+    **settings: Any,
+) -> Program:
+    """`settings` go over those that all have in common. Attention is a stand-in's by default."""
     sp, tp = MODELS[model]
     mesh = {"sp": sp, "tp": tp}
-    return _program(model, overlap, bucket, tuple(sorted({**mesh, **settings}.items())))
+    return _program(model, overlap, bucket, kernels, tuple(sorted({**mesh, **settings}.items())))
 
 
 @cache
 def _program(
-    model: str, overlap: str, bucket: Bucket, settings: tuple[tuple[str, Any], ...]
+    model: str,
+    overlap: str,
+    bucket: Bucket,
+    kernels: AttentionKernels | None,
+    settings: tuple[tuple[str, Any], ...],
 ) -> Program:
     common = {
         "overlap": overlap,
@@ -40,7 +51,7 @@ def _program(
         "handoff_pages": 64,
     }
     config = Config.from_flat(**{**common, **dict(settings)})
-    return compile_step(Setup.make(KNOWN_SPECS[model], config), bucket)
+    return compile_step(Setup.make(KNOWN_SPECS[model], config), bucket, kernels)
 
 
 def ablation(key: str) -> Program:
