@@ -45,6 +45,7 @@ bench: $(VENV)/.serve $(GPU_VENV)/.gpu
 	$(VENV)/bin/python -m bench.warmup
 	$(VENV)/bin/python -m bench.overlap_host
 	$(VENV)/bin/python -m bench.long_prefill
+	$(VENV)/bin/python -m bench.kernels
 	$(VENV)/bin/python -m bench.scheduler
 	$(VENV)/bin/python -m bench.tbt_guard
 
