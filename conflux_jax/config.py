@@ -58,9 +58,10 @@ class ExecutionConfig:
     )
     attention: str | None = _setting(
         None,
-        "attention kernels: Pallas' for Hopper GPUs, or XLA's own operations on any device "
-        "(default: pallas where device, dtype, head_dim and page_tokens allow it)",
-        choices=("pallas", "xla"),
+        "attention kernels: Pallas' for Hopper GPUs, Triton's for older ones, or XLA's own "
+        "operations on any device (default: the first that device, dtype, head_dim and "
+        "page_tokens allow)",
+        choices=("pallas", "triton", "xla"),
     )
     decode_sms: int = _setting(
         64,

@@ -141,12 +141,10 @@ class XlaKernels:
         return inputs
 
     def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
-        rows, kv_heads, head_dim = inputs.context_lens.shape[0], heads.kv_per_rank, sent.shape[3]
-        q = jnp.moveaxis(sent[:, :rows, : heads.q_per_device], 0, 1)
-        q = q.reshape(rows, kv_heads, heads.q_per_kv_decode, head_dim)
-        k, v = _decode_kv(sent, rows, heads)
         table, context_lens = inputs.page_table, inputs.context_lens
-        return decode_attention(q, k, v, pool, layer, table, context_lens).reshape(rows, -1)
+        q, k, v = decode_qkv(sent, context_lens.shape[0], heads)
+        out = decode_attention(q, k, v, pool, layer, table, context_lens)
+        return out.reshape(q.shape[0], -1)
 
     def prefill(self, received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
@@ -271,6 +269,15 @@ def _decode_path(
     out = attend(sent, pool, layer, inputs)
     k, v = _decode_kv(sent, inputs.writes.shape[0], heads)
     return out, (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
+
+
+def decode_qkv(
+    sent: Float[Array, "groups rows qkv_heads head_dim"], rows: int, heads: HeadLayout
+) -> tuple[Float[Array, "decode_rows kv_heads q_per_kv head_dim"], _Rows, _Rows]:
+    """Queries, keys and values of the first rows, by the KV heads of the rank."""
+    q = jnp.moveaxis(sent[:, :rows, : heads.q_per_device], 0, 1)
+    q = q.reshape(rows, heads.kv_per_rank, heads.q_per_kv_decode, sent.shape[3])
+    return q, *_decode_kv(sent, rows, heads)
 
 
 def _decode_kv(sent, rows: int, heads: HeadLayout) -> tuple[_Rows, _Rows]:

@@ -19,6 +19,7 @@ from conflux_jax.models.attention import (
     XlaKernels,
 )
 from conflux_jax.models.heads import HeadLayout
+from conflux_jax.models.triton_kernels import TritonKernels, triton_refusal
 from pallas_kernels.building_blocks import HEAD_DIMS, SMS, check_page_tokens
 from pallas_kernels.decode_attention import decode_plan, decode_rows
 from pallas_kernels.decode_kernel import DecodeShape, HeadRows
@@ -146,18 +147,33 @@ def attention_options(
 def choose_kernels(
     attention: str | None, device: Any, dtype: Any, head_dim: int, page_tokens: int
 ) -> AttentionKernels:
-    """attention: `pallas`, `xla`, or None for the kernels where the device and the model allow it.
-    page_tokens: of a page in decode layout. Raises ConfigError where `pallas` cannot work."""
-    refusal = _refusal(device, dtype, head_dim, page_tokens)
-    if attention == "pallas" and refusal:
-        raise ConfigError(f"attention: pallas needs {refusal}. Use xla")
-    return XlaKernels() if attention == "xla" or refusal else HopperKernels()
+    """attention: `pallas`, `triton`, `xla`, or None for the first of them that the device and the
+    model allow. page_tokens: of a page in decode layout. Raises ConfigError where what is asked for
+    cannot work."""
+    if attention == "xla":
+        return XlaKernels()
+    model = _model_refusal(dtype, head_dim, page_tokens)
+    kernels = {"pallas": HopperKernels(), "triton": TritonKernels()}
+    refusals = {
+        "pallas": _hopper_refusal(device) or model,
+        "triton": triton_refusal(device) or model,
+    }
+    if attention is None:
+        return next((kernels[k] for k, refusal in refusals.items() if not refusal), XlaKernels())
+    if refusal := refusals[attention]:
+        raise ConfigError(f"attention: {attention} needs {refusal}. Use xla")
+    return kernels[attention]
 
 
-def _refusal(device: Any, dtype: Any, head_dim: int, page_tokens: int) -> str | None:
-    """What the kernels would need and do not find."""
+def _hopper_refusal(device: Any) -> str | None:
+    """What the kernels would need of a device and do not find."""
     if getattr(device, "compute_capability", None) != HOPPER:
         return f"a Hopper GPU (H100, H200), and this is {device.device_kind!r}"
+    return None
+
+
+def _model_refusal(dtype: Any, head_dim: int, page_tokens: int) -> str | None:
+    """What all kernels but XLA's would need of a model and its pool and do not find."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         return f"dtype bfloat16, and this is {jnp.dtype(dtype)}"
     if head_dim not in HEAD_DIMS:

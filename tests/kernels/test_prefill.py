@@ -187,6 +187,7 @@ def test_the_plan_has_every_query_once(chunks, shares, tokens):
     assert sorted(seen) == sorted(zip(owner, rows, strict=False))
 
 
+@pytest.mark.kernels
 def test_the_plan_is_the_same_in_a_program():
     segments = segments_of([(130, 100), (3, 60)], np.zeros((3, 2), np.int32), 208)
     rows = rows_of([(5, 60), (97, 60), (162, 40)], 208)

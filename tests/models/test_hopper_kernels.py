@@ -5,6 +5,7 @@ The latter interpreted, against the oracle; the pool's other pages are NaN.
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 
 import jax.numpy as jnp
@@ -12,9 +13,11 @@ import numpy as np
 import pytest
 
 from conflux_jax.config import ConfigError
+from conflux_jax.models import triton_kernels
 from conflux_jax.models.attention import AttentionInputs, DecodeInputs, XlaKernels
 from conflux_jax.models.heads import HeadLayout
 from conflux_jax.models.hopper_kernels import HopperKernels, choose_kernels
+from conflux_jax.models.triton_kernels import TritonKernels
 from pallas_kernels.reference import attend
 from tests.kernels.interpreter import (
     PagedPool,
@@ -26,6 +29,8 @@ from tests.kernels.interpreter import (
 
 H100 = SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
 A100 = SimpleNamespace(compute_capability="8.0", device_kind="NVIDIA A100-SXM4-80GB")
+T4 = SimpleNamespace(compute_capability="7.5", device_kind="Tesla T4")
+MI250 = SimpleNamespace(compute_capability="gfx90a", device_kind="AMD Instinct MI250")
 CPU = SimpleNamespace(device_kind="cpu")
 
 
@@ -45,10 +50,29 @@ def test_hopper_devices_get_the_kernels():
         (H100, jnp.bfloat16, 64, 24, "page_tokens: must be 16, 32 or a multiple of 64, got 24"),
     ],
 )
-def test_others_get_xla(device, dtype, head_dim, page_tokens, message):
+def test_others_get_xla(device, dtype, head_dim, page_tokens, message, monkeypatch):
+    monkeypatch.setattr(triton_kernels, "is_installed", lambda: False)
     assert choose_kernels(None, device, dtype, head_dim, page_tokens) == XlaKernels()
     with pytest.raises(ConfigError, match=f"attention: pallas needs .*{message}"):
         choose_kernels("pallas", device, dtype, head_dim, page_tokens)
+
+
+def test_older_gpus_get_triton_where_it_is_installed(monkeypatch):
+    chosen = partial(choose_kernels, dtype=jnp.bfloat16, head_dim=64, page_tokens=16)
+    monkeypatch.setattr(triton_kernels, "is_installed", lambda: False)
+    assert chosen(None, A100) == XlaKernels()
+    with pytest.raises(ConfigError, match=r"attention: triton needs jax-triton .*not installed"):
+        chosen("triton", A100)
+    monkeypatch.setattr(triton_kernels, "is_installed", lambda: True)
+    assert chosen(None, A100) == chosen("triton", A100) == TritonKernels()
+    assert chosen("triton", H100) == TritonKernels()
+    assert chosen("xla", A100) == XlaKernels()
+    for device, kind in ((T4, "Tesla T4"), (CPU, "cpu"), (MI250, "AMD Instinct MI250")):
+        assert chosen(None, device) == XlaKernels()
+        with pytest.raises(ConfigError, match=f"an NVIDIA GPU, Ampere or newer, .*{kind}"):
+            chosen("triton", device)
+    with pytest.raises(ConfigError, match="attention: triton needs dtype bfloat16"):
+        choose_kernels("triton", A100, jnp.float32, 64, 16)
 
 
 @pytest.mark.kernels
