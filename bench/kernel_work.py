@@ -10,13 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.blockwise import Segments, max_prefill_blocks, prefill_block_queries
 from pallas_kernels.building_blocks import SMS, TILE_ROWS
-from pallas_kernels.decode_attention import decode_plan, num_blocks
+from pallas_kernels.decode_attention import num_blocks
 from pallas_kernels.decode_kernel import BLOCK_KEYS as DECODE_KEYS
 from pallas_kernels.prefill_plan import (
     BLOCK_KEYS,
@@ -171,15 +170,13 @@ def decode_work(case: DecodeCase) -> Work:
     """Of one launch. The loops of `decode_kernel`: items are blocks of keys of a (row, KV head),
     each multiplied with a whole tile of queries and dealt in equal stretches."""
     q_heads, kv_heads = case.heads
-    contexts = jnp.asarray(case.contexts, jnp.int32)
-    items = int(num_blocks(contexts).sum()) * kv_heads
-    stretch = int(jax.jit(decode_plan, static_argnums=(1, 2))(contexts, kv_heads, SMS)[0, -1])
+    items = int(num_blocks(jnp.asarray(case.contexts, jnp.int32)).sum()) * kv_heads
     row_bytes, rows = case.head_dim * BYTES, len(case.contexts)
     kv_rows = 2 * kv_heads * (sum(case.contexts) + rows)
     return Work(
         flops=items * PRODUCTS * 2 * TILE_ROWS * DECODE_KEYS * case.head_dim,
         needed_flops=PRODUCTS * 2 * case.head_dim * q_heads * (sum(case.contexts) + rows),
-        busiest=stretch / items,
+        busiest=-(-items // SMS) / items,
         loaded_bytes=(items * 2 * DECODE_KEYS + rows * (q_heads + 2 * kv_heads)) * row_bytes,
         memory_bytes=(kv_rows + 2 * rows * q_heads) * row_bytes,
     )

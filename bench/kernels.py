@@ -9,6 +9,7 @@ the result against the oracle, and measures cuDNN and tokamax beside them where 
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import re
@@ -29,6 +30,7 @@ busiest: work of the SM that has most, over the mean. floor: an H100's least tim
 sets it. expected: by the hardware model of the simulator."""
 
 
+@functools.cache
 def work(case: Case) -> Work:
     return prefill_work(case) if isinstance(case, PrefillCase) else decode_work(case)
 
