@@ -120,6 +120,22 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
+class MixedCase:
+    """Both sides in one launch, on one pool."""
+
+    label: str
+    prefill: PrefillCase
+    decode: DecodeCase
+
+    @property
+    def model(self) -> str:
+        return self.prefill.model
+
+
+Case = PrefillCase | DecodeCase | MixedCase
+
+
+@dataclass(frozen=True)
 class Work:
     """flops: that the kernel multiplies. needed_flops: of the pairs that attend. busiest: share of
     `flops` of the program that has the most. loaded_bytes: into shared memory, from caches mostly
@@ -182,8 +198,27 @@ def decode_work(case: DecodeCase) -> Work:
     )
 
 
-def _cases() -> tuple[PrefillCase | DecodeCase, ...]:
-    cases: list[PrefillCase | DecodeCase] = []
+def mixed_work(case: MixedCase) -> Work:
+    """Of one launch: that of both sides, which end together, since programs without work of their
+    own side take the other's."""
+    prefill, decode = prefill_work(case.prefill), decode_work(case.decode)
+    return Work(
+        flops=prefill.flops + decode.flops,
+        needed_flops=prefill.needed_flops + decode.needed_flops,
+        busiest=1 / SMS,
+        loaded_bytes=prefill.loaded_bytes + decode.loaded_bytes,
+        memory_bytes=prefill.memory_bytes + decode.memory_bytes,
+    )
+
+
+def work_of(case: Case) -> Work:
+    if isinstance(case, MixedCase):
+        return mixed_work(case)
+    return prefill_work(case) if isinstance(case, PrefillCase) else decode_work(case)
+
+
+def _cases() -> tuple[Case, ...]:
+    cases: list[Case] = []
     for model in HEADS:
         cases += [
             PrefillCase("16K tokens", model, ((0, 16_384),)),
@@ -194,6 +229,8 @@ def _cases() -> tuple[PrefillCase | DecodeCase, ...]:
             DecodeCase("128 rows of 2K", model, (2048,) * 128),
             DecodeCase("one row of 100,000", model, (100_000,)),
         ]
+        sides = PrefillCase("", model, ((24_576, 8064),)), DecodeCase("", model, (8192,) * 24)
+        cases.append(MixedCase("8,064 after 24,576, 24 of 8K", *sides))
     return tuple(cases)
 
 

@@ -19,20 +19,23 @@ from pathlib import Path
 
 import jax
 
-from bench.kernel_work import CASES, DecodeCase, PrefillCase, Work, decode_work, prefill_work
+from bench.kernel_work import CASES, Case, MixedCase, PrefillCase, Work, work_of
 from pallas_kernels.building_blocks import SMS
 
-Case = PrefillCase | DecodeCase
 NOTES = """\
 TFLOP: multiplied by the kernel; needed: of them, by pairs of query and key that attend. GB loaded:
 into shared memory, by the kernel's loops; memory: the least that must pass through memory.
 busiest: work of the SM that has most, over the mean. floor: an H100's least time for it, and what
-sets it. expected: by the hardware model of the simulator."""
+sets it. expected: by the hardware model of the simulator, of mixed the slower side's alone."""
 
 
 @functools.cache
 def work(case: Case) -> Work:
-    return prefill_work(case) if isinstance(case, PrefillCase) else decode_work(case)
+    return work_of(case)
+
+
+def kind(case: Case) -> str:
+    return type(case).__name__.removesuffix("Case").lower()
 
 
 def expected_seconds() -> Callable[[Case], float] | None:
@@ -44,6 +47,8 @@ def expected_seconds() -> Callable[[Case], float] | None:
     hardware = module.load_hardware("h100")
 
     def seconds(case: Case) -> float:
+        if isinstance(case, MixedCase):
+            return max(seconds(case.prefill), seconds(case.decode))
         q_heads, kv_heads = case.heads
         if isinstance(case, PrefillCase):
             return hardware.prefill_attention_s(case.chunks, q_heads, head_dim=case.head_dim)
@@ -74,8 +79,7 @@ def figures(case: Case, expected: Callable[[Case], float] | None) -> dict[str, f
 
 def key(case: Case) -> str:
     """Of a case in the JSON."""
-    kind = "prefill" if isinstance(case, PrefillCase) else "decode"
-    return re.sub(r"\W+", "_", f"{kind}_{case.model}_{case.label}".lower())
+    return re.sub(r"\W+", "_", f"{kind(case)}_{case.model}_{case.label}".lower())
 
 
 def table(cases: Sequence[Case], rows: Mapping[str, Mapping[str, float]]) -> str:
@@ -95,17 +99,16 @@ def table(cases: Sequence[Case], rows: Mapping[str, Mapping[str, float]]) -> str
 
 
 def title(case: Case) -> str:
-    kind = "prefill" if isinstance(case, PrefillCase) else "decode"
-    return f"{kind:8}{case.model:14}{case.label:32}"
+    return f"{kind(case):8}{case.model:14}{case.label:32}"
 
 
 def measured_table(cases: Sequence[Case], rows: Mapping[str, Mapping[str, float]]) -> str:
-    """Achieved rates: needed FLOPs for prefill, bytes of memory for decode, over time."""
+    """Achieved rates: bytes of memory for decode, needed FLOPs for all else, over time."""
     lines = [f"{'':54}{'us':>9}{'of floor':>10}{'rate':>14}{'cuDNN':>14}{'tokamax':>14}"]
     for case in cases:
-        row, is_prefill = rows[key(case)], isinstance(case, PrefillCase)
-        amount = row["needed_flops"] / 1e12 if is_prefill else row["memory_bytes"] / 1e9
-        unit = "TFLOP/s" if is_prefill else "GB/s"
+        row, is_decode = rows[key(case)], kind(case) == "decode"
+        amount = row["memory_bytes"] / 1e9 if is_decode else row["needed_flops"] / 1e12
+        unit = "GB/s" if is_decode else "TFLOP/s"
 
         def rate(name: str, row=row, amount=amount, unit=unit) -> str:
             seconds = row.get(name)
@@ -139,13 +142,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         from bench.kernel_runs import measure
 
-        for case in cases:
+        measured = [case for case in cases if not isinstance(case, MixedCase)]
+        for case in measured:
             try:
                 rows[key(case)] |= measure(case)
             except AssertionError as error:
                 print(f"error: {key(case)}: {error}", file=sys.stderr)
                 return 1
-        print(measured_table(cases, rows))
+        print(measured_table(measured, rows))
     if options.json:
         flat = {f"{name}_{k}": v for name, row in rows.items() for k, v in row.items()}
         options.json.write_text(json.dumps(flat, indent=2) + "\n")

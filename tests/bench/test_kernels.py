@@ -10,7 +10,16 @@ import jax.numpy as jnp
 import pytest
 
 from bench import kernel_runs, kernel_work, kernels
-from bench.kernel_work import DecodeCase, Heads, PrefillCase, decode_work, prefill_work
+from bench.kernel_work import (
+    DecodeCase,
+    Heads,
+    MixedCase,
+    PrefillCase,
+    decode_work,
+    mixed_work,
+    prefill_work,
+    work_of,
+)
 from pallas_kernels import blockwise
 
 MODEL = "llama-3.1-8b"  # prefill: 8 query heads on 2 KV heads a device; decode: 32 on 8
@@ -51,6 +60,15 @@ def test_decode_is_counted_in_blocks():
     assert work.loaded_bytes == (items * 2 * 64 + 2 * (32 + 16)) * 128 * 2
     assert work.memory_bytes == (2 * 8 * 102 + 2 * 2 * 32) * 128 * 2
     assert decode_work(DecodeCase("", MODEL, (8192,) * 24)).limit == "memory"
+
+
+def test_mixed_has_the_work_of_both_sides():
+    sides = PrefillCase("", MODEL, ((200, 300),)), DecodeCase("", MODEL, (100, 0))
+    work, prefill, decode = mixed_work(MixedCase("", *sides)), *map(work_of, sides)
+    assert work.flops == prefill.flops + decode.flops
+    assert work.memory_bytes == prefill.memory_bytes + decode.memory_bytes
+    assert work.floor_s == pytest.approx(work.flops / 989.4e12)
+    assert work.floor_s < prefill.floor_s  # of 24 programs, where now all share the work
 
 
 def test_the_command_prints_and_writes_every_case(tmp_path, capsys):
