@@ -52,9 +52,9 @@ class ExecutionConfig:
 
     overlap: str | None = _setting(
         None,
-        "decode attention before prefill's, or beside it on a GPU stream of its own "
-        "(default: stream on a GPU whose attention kernels can, none elsewhere)",
-        choices=("none", "stream"),
+        "decode attention before prefill's, beside it on a GPU stream of its own, or in one launch "
+        "with it (default: stream on a GPU whose attention kernels can, none elsewhere)",
+        choices=("none", "stream", "fused"),
     )
     attention: str | None = _setting(
         None,

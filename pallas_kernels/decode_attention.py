@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,16 +121,8 @@ def decode_rows(
     shape = replace(shape, merges=tickets is not None)
     flat_pool = pool.reshape(-1, shape.head_dim)
     operands = plan, context_lens, page_table, layer.reshape(1), q, new_k, new_v, flat_pool
-    results, parts = _result_types(shape)
-    launch = partial(
-        plgpu.kernel,
-        scratch_types=decode_scratch(shape),
-        grid=(shape.programs,),
-        grid_names=("program",),
-        thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
-    )
-    decode = launch(
+    results, parts = result_types(shape)
+    decode = _launch(shape)(
         partial(decode_kernel, shape, pool.shape),
         out_type=(*results, *parts),
         num_threads=2,
@@ -137,22 +130,44 @@ def decode_rows(
     )
     out, lse, *parts = decode(*operands, *(() if tickets is None else (tickets,)))
     if tickets is None:
-        merge = launch(
-            partial(merge_kernel, shape),
-            out_type=results,
-            num_threads=1,
-            kernel_name="decode_merge",
-        )
-        divided = _is_divided(plan, context_lens, shape.kv_heads)[:, None]
-        merged_out, merged_lse = merge(plan, context_lens, *parts)
-        out = jnp.where(jnp.repeat(divided, shape.group, axis=0), merged_out, out)
-        lse = jnp.where(divided, merged_lse, lse)
+        out, lse = merge_divided(shape, plan, context_lens, out, lse, *parts)
     by_head = shape.num_rows, shape.kv_heads, shape.group
     lse = lse[:, : shape.group].reshape(by_head) * LN_2
     return out.reshape(*by_head, shape.head_dim), lse
 
 
-def _result_types(shape: DecodeShape):
+def _launch(shape: DecodeShape) -> Any:
+    return partial(
+        plgpu.kernel,
+        scratch_types=decode_scratch(shape),
+        grid=(shape.programs,),
+        grid_names=("program",),
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),
+    )
+
+
+def merge_divided(
+    shape: DecodeShape,
+    plan: Int[Array, "programs fields"],
+    context_lens: Int[Array, " rows"],
+    out: Float[Array, "out_rows head_dim"],
+    lse: Float[Array, "segments tile"],
+    parts: Float[Array, "part_rows head_dim"],
+    part_lse: Float[Array, "parts tile"],
+) -> tuple[Float[Array, "out_rows head_dim"], Float[Array, "segments tile"]]:
+    """`out` and `lse` with the results of what the kernel has divided among programs."""
+    results, _ = result_types(shape)
+    merge = _launch(shape)(
+        partial(merge_kernel, shape), out_type=results, num_threads=1, kernel_name="decode_merge"
+    )
+    divided = _is_divided(plan, context_lens, shape.kv_heads)[:, None]
+    merged_out, merged_lse = merge(plan, context_lens, parts, part_lse)
+    out = jnp.where(jnp.repeat(divided, shape.group, axis=0), merged_out, out)
+    return out, jnp.where(divided, merged_lse, lse)
+
+
+def result_types(shape: DecodeShape):
     """Of the results of all (row, head), and of the programs' partial ones."""
     segments = shape.num_rows * shape.kv_heads
     f32 = partial(jax.ShapeDtypeStruct, dtype=jnp.float32)

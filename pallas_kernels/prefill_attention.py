@@ -23,7 +23,6 @@ from pallas_kernels.prefill_kernel import (
     CONSUMERS,
     PrefillRefs,
     PrefillShape,
-    Share,
     consume,
     prefill_scratch,
     produce,
@@ -37,6 +36,7 @@ from pallas_kernels.prefill_plan import (
     AnyArray,
     PrefillPlan,
 )
+from pallas_kernels.work_queue import Share
 
 # Of the 65,536 of an SM, in threes of 128 threads.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 232, 40

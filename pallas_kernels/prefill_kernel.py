@@ -49,6 +49,7 @@ from pallas_kernels.prefill_plan import (
     ROW_GRAIN,
     SEGMENT,
 )
+from pallas_kernels.work_queue import Units
 
 _accumulator: Any = plgpu.WGMMAAccumulatorRef  # its type is none that a type checker can make
 CONSUMERS = 2
@@ -105,25 +106,6 @@ class PrefillRefs:
         return self.items[index * ITEM_FIELDS + field]
 
 
-@dataclass(frozen=True)
-class Share:
-    """Which of the launch's units a program works on: it is number `program` of `programs`."""
-
-    program: jax.Array | int
-    programs: jax.Array | int
-
-    def unit(self, n: jax.Array) -> jax.Array:
-        """The program's n-th. Every second round goes in reverse, so that who had the longest unit
-        of one round has the shortest of the next."""
-        ahead = jnp.where(n % 2 == 0, self.program, self.programs - 1 - self.program)
-        return n * self.programs + ahead
-
-    def count(self, units: jax.Array) -> jax.Array:
-        """How many of all `units` are the program's."""
-        rounds = lax.div(units, jnp.int32(self.programs))
-        return rounds + (self.unit(rounds) < units).astype(jnp.int32)
-
-
 def prefill_scratch(shape: PrefillShape) -> dict[str, Any]:
     """Shared memory and barriers, by name. `*_full`: TMA has written. `*_free`: both consumers have
     read. turn: see `_take_turn`."""
@@ -149,11 +131,10 @@ def prefill_scratch(shape: PrefillShape) -> dict[str, Any]:
     return scratch
 
 
-def produce(shape: PrefillShape, refs: PrefillRefs, share: Share) -> None:
+def produce(shape: PrefillShape, refs: PrefillRefs, share: Units) -> None:
     """The producer's part: queries, keys and values of all units of the share. Returns when the
     consumers have read everything, so that every barrier is as it was."""
-    units = share.count(refs.num_items[0] * shape.q_heads)
-    steps = _for_units(shape, share, units, jnp.int32(0), partial(_load_unit, shape, refs))
+    units, steps = _for_units(shape, refs, share, partial(_load_unit, shape, refs))
     rings = ("k", steps, shape.stages), ("v", steps, shape.stages), ("q", units, QUERY_SLOTS)
     for name, count, slots in rings:
         free = refs.scratch[f"{name}_free"]
@@ -163,29 +144,32 @@ def produce(shape: PrefillShape, refs: PrefillRefs, share: Share) -> None:
             plgpu.barrier_wait(free.at[lax.rem(step, jnp.int32(slots))])
 
 
-def consume(shape: PrefillShape, refs: PrefillRefs, consumer: jax.Array, share: Share) -> None:
+def consume(shape: PrefillShape, refs: PrefillRefs, consumer: jax.Array, share: Units) -> None:
     """The part of consumer 0 or 1: attention of its half of the queries of each unit. `share` is
     the producer's. Those of all programs write zeros to the rows that are no run's."""
-    units = share.count(refs.num_items[0] * shape.q_heads)
     _clear_gaps(shape, refs, consumer, share)
     pl.when(consumer == 1)(partial(_take_turn, refs))  # half a tile behind the other
-    _for_units(shape, share, units, jnp.int32(0), partial(_attend_unit, shape, refs, consumer))
+    _for_units(shape, refs, share, partial(_attend_unit, shape, refs, consumer))
     pl.when(consumer == 0)(partial(_take_turn, refs))
     plgpu.wait_smem_to_gmem(0)
 
 
 def _for_units(
-    shape: PrefillShape, share: Share, units: jax.Array, step: jax.Array, work: Callable
-) -> jax.Array:
+    shape: PrefillShape, refs: PrefillRefs, share: Units, work: Callable
+) -> tuple[jax.Array, jax.Array]:
     """`step = work(n, item, head, step)` for the share's units, n counting them; step counts the
-    tiles so far, by which the rings turn."""
+    tiles so far, by which the rings turn. Returns both at the end."""
+    units, heads = refs.num_items[0] * shape.q_heads, jnp.int32(shape.q_heads)
 
-    def one(n, step):
-        unit = share.unit(n)
-        heads = jnp.int32(shape.q_heads)
-        return work(n, lax.div(unit, heads), lax.rem(unit, heads), step)
+    def one(carry):
+        n, unit, step = carry
+        step = work(n, lax.div(unit, heads), lax.rem(unit, heads), step)
+        return n + 1, share.unit(n + 1), step
 
-    return lax.fori_loop(0, units, one, step)
+    zero = jnp.int32(0)
+    n, _, step = lax.while_loop(lambda c: c[1] < units, one, (zero, share.unit(zero), zero))
+    share.finish(n)
+    return n, step
 
 
 @dataclass(frozen=True)
@@ -413,7 +397,7 @@ def _store(refs: PrefillRefs, consumer, item, head, softmax: Softmax) -> None:
             plgpu.copy_smem_to_gmem(staged.at[pl.ds(row - first, 1)], target)
 
 
-def _clear_gaps(shape: PrefillShape, refs: PrefillRefs, consumer, share: Share) -> None:
+def _clear_gaps(shape: PrefillShape, refs: PrefillRefs, consumer, share: Units) -> None:
     """Zeros for the rows that are no run's, which the consumers of all programs share."""
     heads = shape.q_heads
     if heads > HALF:

@@ -15,10 +15,12 @@ from jaxtyping import Array, Int
 
 from pallas_kernels.building_blocks import Ref
 
+TICKET_WORDS = 2  # int32 of shared memory that `draw_ticket` needs
+
 
 def ticket_box() -> Any:
-    """Shared memory that `draw_ticket` needs."""
-    return plgpu.SMEM((2,), jnp.int32)
+    """Shared memory for `draw_ticket`."""
+    return plgpu.SMEM((TICKET_WORDS,), jnp.int32)
 
 
 def draw_ticket(counter: Ref, last: Int[Array, ""] | int, box: Ref) -> Int[Array, ""]:

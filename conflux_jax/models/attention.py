@@ -99,6 +99,11 @@ class AttentionKernels(Protocol):
         single `lax` operations there, but no loops and no nested jit."""
         ...
 
+    @property
+    def fuses(self) -> bool:
+        """Whether there is `mixed`."""
+        ...
+
     def planned(
         self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout
     ) -> AttentionInputs:
@@ -130,12 +135,26 @@ class AttentionKernels(Protocol):
         received order. Rows that are no chunk's may be anything finite."""
         ...
 
+    def mixed(
+        self,
+        sent: Float[Array, "groups rows qkv_heads head_dim"],
+        received: Float[Array, "tokens qkv_heads head_dim"],
+        pool: _Pool,
+        layer: Int[Array, ""],
+        decode: DecodeInputs,
+        prefill: PrefillInputs,
+        heads: HeadLayout,
+    ) -> tuple[Float[Array, "decode_rows q_width"], Float[Array, "tokens q_heads head_dim"]]:
+        """`decode` and `prefill` in one launch."""
+        ...
+
 
 @dataclass(frozen=True)
 class XlaKernels:
     """The XLA path, on any device: see `pallas_kernels.blockwise`."""
 
     streams: bool = False
+    fuses: bool = False
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
         return inputs
@@ -154,6 +173,9 @@ class XlaKernels:
         out = prefill_attention(grouped, k, v, pool, layer, inputs.segments).reshape(q.shape)
         return jnp.take(out, inputs.compact, axis=0, mode="clip")
 
+    def mixed(self, sent, received, pool, layer, decode, prefill, heads):
+        raise NotImplementedError("XLA has no launch for both")
+
 
 @dataclass(frozen=True)
 class AttentionOptions:
@@ -162,18 +184,21 @@ class AttentionOptions:
     ordered: decode attention ends before the prefill path begins, so that nothing of the two
     overlaps. decode_on_stream: decode attention has a GPU stream of its own; all that it needs is
     there before the first all-to-all and its result is due after the second, so it may span both.
+    fused: one launch attends for both phases, between the all-to-alls.
     """
 
     ordered: bool = True
     decode_on_stream: bool = False
+    fused: bool = False
     kernels: AttentionKernels = XlaKernels()
 
     @classmethod
     def make(
         cls, overlap: str | None, platform: str, kernels: AttentionKernels | None = None
     ) -> AttentionOptions:
-        """overlap: `none`, `stream`, or None for what platform and kernels can do. A CPU has no
-        streams: there `stream` only drops the order. Raises ConfigError where it cannot work."""
+        """overlap: `none`, `stream`, `fused`, or None for what platform and kernels can do: streams
+        or nothing. A CPU has neither streams nor kernels for both phases: there the two only drop
+        the order. Raises ConfigError where it cannot work."""
         kernels = kernels or XlaKernels()
         on_gpu = platform in GPU_PLATFORMS
         overlap = overlap or ("stream" if on_gpu and kernels.streams else "none")
@@ -183,7 +208,13 @@ class AttentionOptions:
                 "overlap: stream needs attention kernels that run on a stream of their own; "
                 f"{type(kernels).__name__} have loops. Use none"
             )
-        return cls(overlap == "none", streams, kernels)
+        fused = overlap == "fused" and on_gpu
+        if fused and not kernels.fuses:
+            raise ConfigError(
+                "overlap: fused needs attention kernels with one launch for both phases; "
+                f"{type(kernels).__name__} have none. Use stream or none"
+            )
+        return cls(overlap == "none", streams, fused, kernels)
 
 
 def split_attention(
@@ -200,12 +231,16 @@ def split_attention(
     sent = lax.optimization_barrier(jnp.moveaxis(qkv, 1, 0))
     decode_out = back = chunk_kv = None
     writes: list[tuple[_Rows, _Rows, Int[Array, "tokens kv_heads"]]] = []
-    if inputs.decode is not None:
+    fused = options.fused and inputs.decode is not None and inputs.prefill is not None
+    if fused:
+        decode_out, back, writes = _fused_path(sent, pool, layer, inputs, heads, options)
+        chunk_kv = writes[-1][:2]
+    if inputs.decode is not None and not fused:
         decode_out, written = _decode_path(sent, pool, layer, inputs.decode, heads, options)
         writes.append(written)
         if options.ordered and inputs.prefill is not None:
             decode_out, sent = lax.optimization_barrier((decode_out, sent))
-    if inputs.prefill is not None:
+    if inputs.prefill is not None and not fused:
         back, written = _prefill_path(sent, pool, layer, inputs.prefill, heads, options)
         chunk_kv = written[:2]
         writes.append(written)
@@ -266,9 +301,12 @@ def _decode_path(
     if options.decode_on_stream:
         space = jax.memory.Space.Device
         attend = compute_on(attend, compute_type=DECODE_STREAM, out_memory_spaces=space)
-    out = attend(sent, pool, layer, inputs)
+    return attend(sent, pool, layer, inputs), _decode_writes(sent, pool, inputs, heads)
+
+
+def _decode_writes(sent, pool, inputs: DecodeInputs, heads: HeadLayout):
     k, v = _decode_kv(sent, inputs.writes.shape[0], heads)
-    return out, (k, v, _slots(inputs.writes, heads.kv_per_rank, pool))
+    return k, v, _slots(inputs.writes, heads.kv_per_rank, pool)
 
 
 def decode_qkv(
@@ -305,9 +343,32 @@ def _attend_chunks(
     groups, rows, _, head_dim = received.shape
     flat = received.reshape(groups * rows, -1, head_dim)
     out = options.kernels.prefill(flat, pool, layer, inputs, heads)
+    return out.reshape(groups, rows, -1), _prefill_writes(flat, pool, inputs, heads)
+
+
+def _prefill_writes(received, pool, inputs: PrefillInputs, heads: HeadLayout):
     num_q, num_kv = heads.q_per_device, heads.kv_per_device
-    k, v = flat[:, num_q : num_q + num_kv], flat[:, num_q + num_kv :]
-    return out.reshape(groups, rows, -1), (k, v, _slots(inputs.writes, num_kv, pool))
+    k, v = received[:, num_q : num_q + num_kv], received[:, num_q + num_kv :]
+    return k, v, _slots(inputs.writes, num_kv, pool)
+
+
+def _fused_path(
+    sent, pool, layer, inputs: AttentionInputs, heads: HeadLayout, options: AttentionOptions
+):
+    """Both paths with one launch for their attention: (decode's result, prefill's back on its
+    groups, what each writes)."""
+    assert inputs.decode is not None and inputs.prefill is not None
+    received = _all_to_all(sent, axis=0)
+    groups, rows, _, head_dim = received.shape
+    flat = received.reshape(groups * rows, -1, head_dim)
+    decode_out, out = options.kernels.mixed(
+        sent, flat, pool, layer, inputs.decode, inputs.prefill, heads
+    )
+    writes = [
+        _decode_writes(sent, pool, inputs.decode, heads),
+        _prefill_writes(flat, pool, inputs.prefill, heads),
+    ]
+    return decode_out, _all_to_all(out.reshape(groups, rows, -1), axis=0), writes
 
 
 def _hand_off(chunk_kv, pool, layer, inputs: HandoffInputs, heads: HeadLayout):

@@ -23,6 +23,13 @@ from conflux_jax.models.triton_kernels import TritonKernels, triton_refusal
 from pallas_kernels.building_blocks import HEAD_DIMS, SMS, check_page_tokens
 from pallas_kernels.decode_attention import decode_plan, decode_rows
 from pallas_kernels.decode_kernel import DecodeShape, HeadRows
+from pallas_kernels.mixed_attention import (
+    STRETCHES,
+    DecodeOperands,
+    PrefillOperands,
+    mixed_attention,
+    num_counters,
+)
 from pallas_kernels.prefill_attention import PrefillTuning, prefill_attention
 from pallas_kernels.prefill_plan import ROW_GRAIN, PrefillPlan, plan_prefill
 
@@ -50,25 +57,34 @@ class HopperKernels:
 
     programs: of a launch, one an SM. decode_sms: of these, how many decode attention has to itself
     where prefill attention runs at the same time, and has the others; 0: each has all, one after
-    the other. interpretable: for tests on a CPU, see `pallas_kernels.building_blocks`; then decode
-    attention takes two launches."""
+    the other. fused: `mixed` will be called for both. interpretable: for tests on a CPU, see
+    `pallas_kernels.building_blocks`; then decode attention takes two launches, and nothing is
+    fused."""
 
     programs: int = SMS
     decode_sms: int = 0
+    fused: bool = False
     interpretable: bool = False
 
     @property
     def streams(self) -> bool:
         return True
 
+    @property
+    def fuses(self) -> bool:
+        return True
+
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
         decode, prefill = inputs.decode, inputs.prefill
-        divided = self.decode_sms if decode is not None and prefill is not None else 0
+        both = decode is not None and prefill is not None
+        divided = self.decode_sms if both else 0
+        fused = self.fused and both and decode_heads == heads
         if decode is not None:
-            programs = divided or self.programs
+            programs = STRETCHES * self.programs if fused else divided or self.programs
+            counters = num_counters(programs) if fused else programs
             kv_heads = decode_heads.kv_per_rank
             stretches = decode_plan(decode.context_lens, kv_heads, programs)
-            tickets = None if self.interpretable else jnp.zeros(programs, jnp.int32)
+            tickets = None if self.interpretable else jnp.zeros(counters, jnp.int32)
             plan = _made_once(DecodePlan(stretches, tickets))
             decode = decode._replace(plan=plan)
         if prefill is not None:
@@ -85,6 +101,33 @@ class HopperKernels:
         table, lens = inputs.page_table, inputs.context_lens
         out, _ = decode_rows(shape, stretches, rows, rows, rows, pool, layer, table, lens, tickets)
         return out.reshape(shape.num_rows, -1)
+
+    def mixed(
+        self,
+        sent,
+        received,
+        pool,
+        layer,
+        decode: DecodeInputs,
+        prefill: PrefillInputs,
+        heads: HeadLayout,
+    ):
+        stretches, counters = decode.plan
+        num_rows, tokens = decode.context_lens.shape[0], received.shape[0]
+        shape = self._decode_shape(sent, pool, num_rows, stretches.shape[0], heads)
+        rows = sent.reshape(-1, sent.shape[3])
+        results = mixed_attention(
+            shape,
+            DecodeOperands(stretches, rows, rows, rows, decode.page_table, decode.context_lens),
+            PrefillOperands(_padded(received), prefill.plan.plan),
+            pool,
+            layer,
+            counters,
+            kv_heads=heads.kv_per_device,
+            decode_sms=self.decode_sms,
+            programs=self.programs,
+        )
+        return results.decode.reshape(num_rows, -1), results.prefill[:tokens]
 
     def _decode_shape(
         self, sent, pool, num_rows: int, programs: int, heads: HeadLayout
@@ -121,10 +164,15 @@ class HopperKernels:
     def prefill(self, received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
         plan, programs = inputs.plan
         tokens, kv_heads = received.shape[0], heads.kv_per_device
-        received = jnp.pad(received, [(0, -tokens % ROW_GRAIN), (0, 0), (0, 0)])
         tuning = PrefillTuning(programs, interpretable=self.interpretable)
-        out, _ = prefill_attention(received, pool, layer, plan, kv_heads=kv_heads, tuning=tuning)
+        rows = _padded(received)
+        out, _ = prefill_attention(rows, pool, layer, plan, kv_heads=kv_heads, tuning=tuning)
         return out[:tokens]
+
+
+def _padded(received):
+    """To a number of rows that the kernels can have."""
+    return jnp.pad(received, [(0, -received.shape[0] % ROW_GRAIN), (0, 0), (0, 0)])
 
 
 def _made_once(plan: Any) -> Any:
@@ -140,7 +188,8 @@ def attention_options(
     kernels = choose_kernels(execution.attention, device, dtype, head_dim, page_tokens)
     options = AttentionOptions.make(execution.overlap, device.platform, kernels)
     if isinstance(kernels, HopperKernels) and not options.ordered:
-        options = replace(options, kernels=replace(kernels, decode_sms=execution.decode_sms))
+        kernels = replace(kernels, decode_sms=execution.decode_sms, fused=options.fused)
+        options = replace(options, kernels=kernels)
     return options
 
 

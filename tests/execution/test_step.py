@@ -150,7 +150,11 @@ def test_what_each_mode_asks_of_the_stage():
     assert AttentionOptions.make(None, "cuda") == AttentionOptions.make("none", "cuda")
     assert not AttentionOptions.make("stream", "cpu").decode_on_stream
     assert AttentionOptions.make(None, "cpu") == AttentionOptions.make("none", "cpu")
-    with pytest.raises(ConfigError, match="overlap: must be one of none, stream, got 'fused'"):
-        Config.from_flat(overlap="fused")
+    with pytest.raises(
+        ConfigError, match="overlap: must be one of none, stream, fused, got 'full'"
+    ):
+        Config.from_flat(overlap="full")
+    with pytest.raises(ConfigError, match="overlap: fused needs attention kernels"):
+        AttentionOptions.make("fused", "cuda")
     with pytest.raises(ConfigError, match="overlap: stream needs attention kernels"):
         AttentionOptions.make("stream", "cuda")

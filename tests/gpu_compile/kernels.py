@@ -47,7 +47,9 @@ def compile_kernels(
     monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", _disassembler_root())
     mesh, whole = make_mesh(1, 1), PartitionSpec()
     on_device = NamedSharding(mesh, whole)
-    shaped = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device) for x in operands]
+    shaped = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on_device), operands
+    )
     sharded = jax.shard_map(function, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     jax.jit(sharded).lower(*shaped).compile()
     kernels = [_read(ptx) for ptx in sorted(folder.glob("*.ptx"))]

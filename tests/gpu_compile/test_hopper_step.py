@@ -16,7 +16,11 @@ from tests.gpu_compile.checks import (
 from tests.gpu_compile.programs import MODELS, Program, program
 from tests.gpu_compile.test_step import MAX_LAUNCHES, is_overlapped
 
-DECODE_SMS = {"none": 0, "stream": 64}
+KERNELS = {
+    "none": HopperKernels(),
+    "stream": HopperKernels(decode_sms=64),
+    "fused": HopperKernels(decode_sms=64, fused=True),
+}
 
 
 @pytest.fixture(scope="module", params=MODELS)
@@ -24,10 +28,9 @@ def model(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture(scope="module", params=DECODE_SMS)
+@pytest.fixture(scope="module", params=KERNELS)
 def compiled(request: pytest.FixtureRequest, model: str) -> Program:
-    kernels = HopperKernels(decode_sms=DECODE_SMS[request.param])
-    return program(model, request.param, kernels=kernels)
+    return program(model, request.param, kernels=KERNELS[request.param])
 
 
 def kernels_of(compiled: Program) -> list[Instruction]:
@@ -43,7 +46,8 @@ def test_nothing_is_copied(compiled: Program):
 
 
 def test_launches(compiled: Program):
-    assert len(kernels_of(compiled)) == 2
+    fused = compiled.setup.config.execution.overlap == "fused"
+    assert len(kernels_of(compiled)) == (1 if fused else 2)
     assert len(list(launches(compiled.module, compiled.layer.body))) <= MAX_LAUNCHES
 
 

@@ -12,6 +12,14 @@ import pytest
 from pallas_kernels.building_blocks import SMS
 from pallas_kernels.decode_attention import decode_attention, decode_plan, decode_rows
 from pallas_kernels.decode_kernel import DecodeShape, HeadRows
+from pallas_kernels.mixed_attention import (
+    STRETCHES,
+    DecodeOperands,
+    PrefillOperands,
+    mixed_attention,
+    num_counters,
+)
+from pallas_kernels.prefill_plan import ITEM_FIELDS, PrefillPlan, max_items
 from tests.gpu_compile.kernels import MAX_REGISTERS, MAX_SHARED_BYTES, Kernel, compile_kernels
 
 ROWS, KV_HEADS, LAYERS = 64, 8, 32
@@ -53,6 +61,40 @@ def test_decode_in_two_launches(page_tokens, q_per_kv, head_dim, tmp_path, monke
     for kernel in kernels.values():
         check_resources(kernel)
     check_instructions(kernels["decode_attention"])
+
+
+def test_both_sides_in_one_launch(tmp_path, monkeypatch):
+    """With registers moved from the warpgroup that copies to those that multiply."""
+    page_tokens, q_per_kv, head_dim, tokens, stretches = 16, 5, 128, 2048, STRETCHES * SMS
+    own = HeadRows(0, KV_HEADS, 1, inner=KV_HEADS)
+    queries = HeadRows(0, KV_HEADS * q_per_kv, q_per_kv, inner=KV_HEADS)
+    shape = DecodeShape(
+        ROWS, KV_HEADS, 1, q_per_kv, head_dim, page_tokens, queries, own, own, stretches
+    )
+
+    def mixed(q, k, v, pool, layer, table, lens, qkv, plan, counters):
+        q, k, v = (x.reshape(-1, head_dim) for x in (q, k, v))
+        decode = DecodeOperands(decode_plan(lens, KV_HEADS, stretches), q, k, v, table, lens)
+        prefill = PrefillOperands(qkv, PrefillPlan(*plan))
+        return mixed_attention(
+            shape, decode, prefill, pool, layer, counters, kv_heads=2, decode_sms=64
+        )
+
+    items, runs = max_items(tokens, 11), 11
+    plan = [((items, ITEM_FIELDS)), (), (runs, 2), (8, 512)]
+    operands = [
+        *decode_operands(page_tokens, q_per_kv, head_dim),
+        jax.ShapeDtypeStruct((tokens, 2 * q_per_kv + 4, head_dim), jnp.bfloat16),
+        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in plan],
+        jax.ShapeDtypeStruct((num_counters(stretches),), jnp.int32),
+    ]
+    kernels = compile_kernels(mixed, operands, tmp_path, monkeypatch)
+    (kernel,) = kernels.values()
+    check_resources(kernel)
+    check_instructions(kernel)
+    assert "USETMAXREG" in kernel.sass
+    # The two queues' and the merging's, each at the place of its taking or of its end.
+    assert len(re.findall(r"ATOMG?\S*\.INC\S*\.STRONG\.GPU", kernel.sass)) >= 3
 
 
 def test_decode_in_one_launch(tmp_path, monkeypatch):

@@ -23,13 +23,13 @@ from tests.kernels.interpreter import (
 class Case:
     """Random rows of these contexts, and what the oracle makes of them in float64."""
 
-    def __init__(self, contexts, page_tokens, kv_heads, q_per_kv, head_dim):
+    def __init__(self, contexts, page_tokens, kv_heads, q_per_kv, head_dim, pool=None):
         rng = np.random.default_rng(0)
         self.contexts, rows = contexts, len(contexts)
         self.q = bfloat16_normal(rng, rows, kv_heads, q_per_kv, head_dim)
         self.sequences = [bfloat16_normal(rng, 2, n + 1, kv_heads, head_dim) for n in contexts]
         pages = 3 + sum(-(-n // page_tokens) for n in contexts)
-        self.pool = PagedPool(rng, pages, page_tokens * kv_heads, head_dim)
+        self.pool = pool or PagedPool(rng, pages, page_tokens * kv_heads, head_dim)
         ids = [self.pool.store(s[0, :-1], s[1, :-1], page_tokens) for s in self.sequences]
         self.table = page_table(ids, max(map(len, ids)) + 2)
 
@@ -37,10 +37,15 @@ class Case:
         def kernel(*operands):
             return decode_attention(*operands, programs=programs, interpretable=True)
 
+        rows, indices = self.operands[:3], self.operands[3:]
+        return interpreted(kernel, *rows, *self.pool.operands, *indices)
+
+    @property
+    def operands(self):
+        """Queries, own keys and values; page table and contexts."""
         own = (np.stack([s[kind, -1] for s in self.sequences]) for kind in (0, 1))
         rows = (jnp.asarray(x, jnp.bfloat16) for x in (self.q, *own))
-        contexts = jnp.asarray(self.contexts, jnp.int32)
-        return interpreted(kernel, *rows, *self.pool.operands, self.table, contexts)
+        return *rows, self.table, jnp.asarray(self.contexts, jnp.int32)
 
     def expected(self):
         flat = (len(self.contexts), -1, self.q.shape[-1])

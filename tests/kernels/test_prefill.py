@@ -63,12 +63,14 @@ def rows_of(shares: list[tuple[int, int]], tokens: int) -> np.ndarray:
 class Case:
     """Random chunks, and what the oracle makes of them in float64."""
 
-    def __init__(self, chunks, shares, tokens, page_tokens, kv_heads, q_per_kv, head_dim):
+    def __init__(
+        self, chunks, shares, tokens, page_tokens, kv_heads, q_per_kv, head_dim, pool=None
+    ):
         rng = np.random.default_rng(0)
         self.kv_heads, q_heads = kv_heads, kv_heads * q_per_kv
         self.qkv = bfloat16_normal(rng, tokens, q_heads + 2 * kv_heads, head_dim)
         pages = 3 + sum(-(-context // page_tokens) for context, _ in chunks)
-        self.pool = PagedPool(rng, pages, page_tokens * kv_heads, head_dim)
+        self.pool = pool or PagedPool(rng, pages, page_tokens * kv_heads, head_dim)
         rows = rows_of(shares, tokens)
         self.out = np.zeros((tokens, q_heads, head_dim))
         self.lse = np.full((tokens, q_heads), -np.inf)
