@@ -119,6 +119,8 @@ def measured_table(cases: Sequence[Case], rows: Mapping[str, Mapping[str, float]
             f"{100 * row['floor_s'] / row['seconds']:9.0f}%"
             f"{rate('seconds'):>14}{rate('cudnn_s'):>14}{rate('tokamax_s'):>14}"
         )
+        if "slower_s" in row:
+            lines[-1] += f"  {row['seconds'] / row['slower_s']:.2f}x the slower side alone"
     return "\n".join(lines)
 
 
@@ -142,14 +144,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         from bench.kernel_runs import measure
 
-        measured = [case for case in cases if not isinstance(case, MixedCase)]
-        for case in measured:
+        for case in cases:
             try:
                 rows[key(case)] |= measure(case)
             except AssertionError as error:
                 print(f"error: {key(case)}: {error}", file=sys.stderr)
                 return 1
-        print(measured_table(measured, rows))
+        print(measured_table(cases, rows))
     if options.json:
         flat = {f"{name}_{k}": v for name, row in rows.items() for k, v in row.items()}
         options.json.write_text(json.dumps(flat, indent=2) + "\n")

@@ -21,6 +21,7 @@ from bench.kernel_work import (
     work_of,
 )
 from pallas_kernels import blockwise
+from pallas_kernels.mixed_attention import MixedResults
 
 MODEL = "llama-3.1-8b"  # prefill: 8 query heads on 2 KV heads a device; decode: 32 on 8
 
@@ -106,12 +107,27 @@ def prefill_by_xla(case: PrefillCase, factor: float):
     return prefill
 
 
+def mixed_by_xla(case: MixedCase):
+    prefill = prefill_by_xla(case.prefill, 1.0)
+
+    def mixed(shape, decode, other, pool, layer, queues, *, kv_heads, decode_sms):
+        q = decode.q.reshape(-1, shape.kv_heads, shape.group, 64)
+        k, v = (x.reshape(-1, shape.kv_heads, 64) for x in (decode.new_k, decode.new_v))
+        table, lens = decode.page_table, decode.context_lens
+        out = blockwise.decode_attention(q, k, v, pool, layer, table, lens)
+        return MixedResults(out, out, prefill(other.qkv, pool, layer, None, kv_heads)[0], out)
+
+    return mixed
+
+
 @pytest.mark.kernels
 def test_what_a_gpu_would_run_is_checked(tiny, monkeypatch):
-    case = PrefillCase("", tiny, ((70, 50), (0, 33)))
+    case, rows = PrefillCase("", tiny, ((70, 50), (0, 33))), DecodeCase("", tiny, (40, 40, 7))
+    mixed = MixedCase("", case, rows)
     monkeypatch.setattr(kernel_runs, "prefill_attention", prefill_by_xla(case, 1.0))
-    assert kernel_runs.measure(case)["seconds"] > 0
-    assert kernel_runs.measure(DecodeCase("", tiny, (40, 40, 7)))["seconds"] > 0
+    monkeypatch.setattr(kernel_runs, "mixed_attention", mixed_by_xla(mixed))
+    for one in (case, rows, mixed):
+        assert kernel_runs.measure(one)["seconds"] > 0
     monkeypatch.setattr(kernel_runs, "prefill_attention", prefill_by_xla(case, 1.1))
     with pytest.raises(AssertionError, match="differs from the oracle"):
         kernel_runs.measure(case)
