@@ -125,7 +125,7 @@ class Scratch(NamedTuple):
 
 
 def decode_scratch(shape: DecodeShape) -> Scratch:
-    """192 KiB of shared memory at head_dim 128, 128 of them the ring."""
+    """193 KiB of shared memory at head_dim 128, 128 of them the ring."""
     ring = swizzled((STAGES, BLOCK_KEYS, shape.head_dim))
     copies = 2 * pages_of_block(BLOCK_KEYS, shape.page_tokens)
     return Scratch(

@@ -62,7 +62,8 @@ def profile_identity(runner: Runner) -> Identity:
         "max_prefill_segments": limits.max_segments,
         "page_tokens": limits.geometry.page_tokens,
         "handoff_pages": limits.handoff_pages if ladders.handoff else 0,
-        "overlap": "none" if runner.attention.ordered else "stream",
+        "overlap": runner.attention.overlap,
+        "attention": repr(runner.attention.kernels),
         "decode_attention": "spread" if limits.geometry.shared else "local",
         "linear": "apart" if ladders.apart else "together",
     }

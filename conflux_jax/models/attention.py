@@ -192,6 +192,11 @@ class AttentionOptions:
     fused: bool = False
     kernels: AttentionKernels = XlaKernels()
 
+    @property
+    def overlap(self) -> str:
+        """As the config has it."""
+        return "none" if self.ordered else "fused" if self.fused else "stream"
+
     @classmethod
     def make(
         cls, overlap: str | None, platform: str, kernels: AttentionKernels | None = None
