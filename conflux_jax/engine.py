@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 from conflux_jax.inbox import Inbox, Unavailable
 from conflux_jax.intake import Intake, Prompt
 from conflux_jax.loop import InFlight, Planner, turn
+from conflux_jax.observer import Observer
 from conflux_jax.plan import Executor, IterationPlan, StepOutput
 from conflux_jax.request import (
     FinishReason,
@@ -105,6 +106,7 @@ class Engine:
         self.tokenizer = tokenizer
         self._scheduler = scheduler
         self._executor = _Measured(executor, on_plan)
+        self._observer: Observer | None = None
         self._busy_s = 0.0
         self._close_executor = getattr(executor, "close", None)
         self._clock = clock
@@ -177,6 +179,10 @@ class Engine:
     def abort(self, request_id: str) -> Future[bool]:
         """End a request with FinishReason.ABORT; False where no such request is known."""
         return self._inbox.post(lambda: self._end_one(request_id))
+
+    def observe(self, observer: Observer) -> None:
+        """Tell `observer` what becomes of iterations and requests from now on."""
+        self._observer = self._executor.observer = observer
 
     def load(self) -> Future[Any]:
         """The scheduler's statistics as of the next turn (`Scheduler.load`)."""
@@ -285,17 +291,21 @@ class Engine:
     def _deliver(self, events: list[TokenEvent]) -> None:
         now = self._clock()
         touched: list[Mailbox] = []
+        reasons: list[FinishReason | None] = []
         for event in events:
             mailbox = self._live.get(event.request_id)
             if mailbox is None:  # ended here already: the token that a late stop costs
                 continue
             touched.append(mailbox)
             reason = mailbox.put(event, now)
+            reasons.append(reason)
             if reason is None:
                 continue
             self._live.pop(event.request_id, None)
             if event.finish_reason is None:
                 self._scheduler.finish(event.request_id, reason)
+        if self._observer is not None:
+            self._observer.delivered([mailbox.request for mailbox in touched], reasons, now)
         wake(touched)
         self._note_empty()
 
@@ -328,7 +338,7 @@ class Engine:
             return False
         self._live.pop(request_id, None)
         self._scheduler.cancel(request_id)
-        found.end(FinishReason.ABORT, "", self._clock())
+        self._end(found, FinishReason.ABORT, "")
         wake([found])
         self._note_empty()
         return True
@@ -342,10 +352,15 @@ class Engine:
                 request_id, mailbox = self._live.popitem()
                 if release:
                     self._scheduler.cancel(request_id)
-                mailbox.end(reason, message, self._clock())
+                self._end(mailbox, reason, message)
                 ended.append(mailbox)
         wake(ended)
         self._note_empty()
+
+    def _end(self, mailbox: Mailbox, reason: FinishReason, message: str) -> None:
+        mailbox.end(reason, message, self._clock())
+        if self._observer is not None:
+            self._observer.ended(mailbox.request, reason)
 
     def _note_empty(self) -> None:
         if self._state is not _State.RUNNING and not self._live:
@@ -385,10 +400,13 @@ class _Measured:
     def __init__(self, executor: Executor, on_plan: Callable[[IterationPlan, float], None] | None):
         self._executor = executor
         self._on_plan = on_plan
+        self.observer: Observer | None = None
         self.waited_s = 0.0
         self.num_collected = 0
 
     def launch(self, plan: IterationPlan) -> Any:
+        if self.observer is not None:
+            self.observer.launched(plan)
         return plan, self._executor.launch(plan)
 
     def collect(self, ticket: Any) -> StepOutput:
@@ -399,4 +417,6 @@ class _Measured:
         self.num_collected += 1
         if self._on_plan is not None:
             self._on_plan(plan, output.elapsed_s)
+        if self.observer is not None:
+            self.observer.collected(plan, output.elapsed_s)
         return output
