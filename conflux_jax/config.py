@@ -154,12 +154,23 @@ class SchedulerConfig:
     )
 
 
+_PORTS = {"low": 0, "high": 65535}
+
+
 @dataclass(frozen=True)
 class ServerConfig:
     host: str = _setting("127.0.0.1", "address to listen on")
-    port: int = _setting(50051, "gRPC port (0: any free one)", low=0, high=65535)
+    port: int = _setting(50051, "gRPC port (0: any free one)", **_PORTS)
+    http_port: int | None = _setting(
+        None, "port of the OpenAI-compatible HTTP server (0: any free one; default: off)", **_PORTS
+    )
     drain_s: float = _setting(30.0, "seconds that running streams get after SIGTERM", low=0.0)
-    max_message_mib: int = _setting(64, "largest gRPC message in MiB", low=1, high=2047)
+    max_message_mib: int = _setting(
+        64, "largest gRPC message or HTTP body in MiB", low=1, high=2047
+    )
+    metrics_prefix: str = _setting(
+        "vllm:", "what the metrics that vLLM has too begin with, so that its dashboards find them"
+    )
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import shlex
 import signal
 import socket
 import subprocess
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from conflux_jax import client
-from conflux_jax.config import Config
+from conflux_jax.config import Config, ServerConfig
 from conflux_jax.serve import __main__ as serve
 from conflux_jax.serve.proto.conflux.v1 import inference_pb2 as pb
 from conflux_jax.serve.proto.conflux.v1 import inference_pb2_grpc as pb_grpc
@@ -117,6 +120,31 @@ def test_a_signal_while_the_model_loads_ends_the_process():
         assert (code, stderr) == (0, "stopped while loading\n")
 
 
+def test_http_beside_grpc_as_the_printed_line_says_until_it_drains():
+    flags = ("--http-port", "0", "--drain-s", "20")
+    with running(*flags, FAKE_STEP_S="0.004") as server:
+        first, line, _ = server.lines
+        assert first.startswith("Serving fake with gRPC on 127.0.0.1:")
+        curl, url, header, value, data, body = shlex.split(line)
+        assert (curl, header, data) == ("curl", "-H", "-d")
+        assert f" and HTTP on {httpx.URL(url).netloc.decode()}. To talk to it:" in first
+        headers = dict([value.split(": ")])
+        with httpx.Client(headers=headers, timeout=20, verify=False) as http:
+            answer = http.post(url, content=body).json()
+            assert answer["choices"][0]["text"] == "The capital of F"
+            fields = {"stream": True, "max_tokens": 256, "ignore_eos": True}
+            long = json.dumps(json.loads(body) | fields)
+            with http.stream("POST", url, content=long) as response:
+                lines = response.iter_lines()
+                assert next(lines).startswith("data: ")
+                server.send(signal.SIGTERM)
+                *_, last, done = [line for line in lines if line]
+                assert done == "data: [DONE]" and '"finish_reason":"length"' in last
+        code, stderr = server.wait()
+        assert code == 0
+        assert "Traceback" not in stderr
+
+
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Server]:
     """A server for tests that only talk to it."""
@@ -192,6 +220,17 @@ def test_a_port_in_use_is_one_line(shared: Server, capsys: pytest.CaptureFixture
     expected = f"cannot listen on 127.0.0.1:{port}: Address already in use"
     assert expected in one_line(captured.err)
     assert captured.out == ""
+    assert serve.main(["--port", "0", "--http-port", port]) == 1
+    assert expected in one_line(capsys.readouterr().err)
+
+
+def test_a_host_that_others_may_reach_is_warned_of(capsys: pytest.CaptureFixture[str]):
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        serve.warn_of_exposure(ServerConfig(host=host))
+    assert capsys.readouterr().err == ""
+    for host in ("0.0.0.0", "::", "10.1.2.3", "server.example"):
+        serve.warn_of_exposure(ServerConfig(host=host))
+        assert capsys.readouterr().err.startswith(f"warning: host {host} may be reached")
 
 
 def test_a_missing_model_is_one_line():
