@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -44,6 +45,14 @@ async def test_many_streams_at_once_each_get_their_own(client: HttpClient):
 
     answers = await asyncio.gather(*(one(number) for number in range(30)))
     assert answers == [f"<{number}>" * 3 for number in range(30)]
+
+
+async def test_what_is_written_goes_out_at_once(client: HttpClient):
+    await client.complete(prompt="ab", max_tokens=1)
+    assert client.server.connections
+    for connection in client.server.connections:
+        accepted = connection.get_extra_info("socket")
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 async def test_a_full_queue_takes_all_of_a_call_or_nothing():
