@@ -14,6 +14,7 @@ from conflux_jax import LLM, SamplingParams, client, convert
 from conflux_jax.config import ConfigError
 from conflux_jax.request import FinishReason
 from tests.serve.harness import generate_request, running, serving
+from tests.serve.http_harness import http_serving
 from tests.tiny import write_tiny_llama
 
 SETTINGS = {
@@ -116,6 +117,23 @@ async def test_the_service_says_what_the_library_says(llm: LLM, expected):
             call = client.stub.Generate(generate_request(prompt, **fields))
             messages = [message async for message in call]
             assert tuple(i for m in messages for i in m.token_ids) == token_ids
+
+
+async def test_http_says_what_the_library_says(llm: LLM, expected):
+    """The prompts at once, as one call; and choices, each by a seed of its own."""
+    async with http_serving(llm) as client:
+        greedy = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = await client.complete(prompt=PROMPTS, **greedy)
+        decode = llm.engine.tokenizer.decode
+        texts = [choice["text"] for choice in answer["choices"]]
+        assert texts == [decode(token_ids, continuation=True) for token_ids in expected]
+        answer = await client.complete(prompt="abc", n=2, seed=7, max_tokens=12, ignore_eos=True)
+        each = [SamplingParams(max_tokens=12, seed=seed, ignore_eos=True) for seed in (7, 8)]
+        alone = [llm.generate("abc", params)[0].text for params in each]
+        assert [choice["text"] for choice in answer["choices"]] == alone
+        assert alone[0] != alone[1]
+        seen = await client.metrics()
+        assert seen["vllm:generation_tokens_total"] == 12 * (len(PROMPTS) + 2 + 2)
 
 
 def test_a_server_process_serves_it_from_start_to_sigterm(llm: LLM, model: Path, expected, capsys):

@@ -91,11 +91,13 @@ class JsonResponse(Response):
         return to_json(content)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(content: Any) -> bytes:
     """UTF-8. Half a surrogate pair, which a client can send and an error quote, is none; as a
     JSON escape it may be there."""
-    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(content).encode("utf-8", "backslashreplace")
 
 
 def renamed(error: InvalidRequest, names: dict[str, str]) -> InvalidRequest:

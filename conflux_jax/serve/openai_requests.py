@@ -2,8 +2,8 @@
 the event loop. Raises InvalidRequest, naming the field.
 
 A call is several requests of the engine: one for each of `n` choices of each prompt. Choice k of a
-prompt is decoded with the seed + k, so the first choice is what the prompt alone would give, and
-the same body gives the same texts, whatever else the engine runs.
+prompt is decoded with the seed + k, so the first choice is drawn as the prompt alone would be,
+whatever else the engine runs.
 """
 
 from __future__ import annotations

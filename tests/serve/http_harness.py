@@ -14,6 +14,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from prometheus_client.parser import text_string_to_metric_families
 
 from conflux_jax.config import Config
+from conflux_jax.llm import LLM
 from conflux_jax.serve.http_server import HttpServer
 from tests.fakes import Fake
 
@@ -72,14 +73,14 @@ class HttpClient:
 
 
 @contextlib.asynccontextmanager
-async def http_serving(fake: Fake | None, **config: Any) -> AsyncIterator[HttpClient]:
-    """`fake` None: the model is still loading. config: fields of Config."""
+async def http_serving(served: Fake | LLM | None, **config: Any) -> AsyncIterator[HttpClient]:
+    """`served` None: the model is still loading. config: fields of Config."""
     server = HttpServer(Config.from_flat(**{"http_port": 0, **config}))
     port = await server.start()
     base = f"http://127.0.0.1:{port}"
     try:
-        if fake is not None:
-            server.use(fake.engine)
+        if served is not None:
+            server.use(served.engine)
         # To read all known certificates takes a while, and nothing here is encrypted.
         transport = DefaultAsyncHttpxClient(verify=False)
         async with (

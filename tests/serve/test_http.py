@@ -110,6 +110,16 @@ async def test_logprobs_of_a_completion(client: HttpClient):
     assert plain["choices"][0]["logprobs"]["tokens"] == ["a"]
 
 
+async def test_logprobs_of_a_stream_are_those_of_the_reply(client: HttpClient):
+    body = {"prompt": "hé ", "max_tokens": 9, "logprobs": 2}
+    whole = (await client.complete(**body))["choices"][0]["logprobs"]
+    events = await client.events(COMPLETIONS, **body)
+    pieces = [event["choices"][0]["logprobs"] for event in events]
+    for name, values in whole.items():
+        assert len(values) == 9
+        assert [value for piece in pieces for value in piece[name]] == values
+
+
 STOPS = ((None, "ď 🫠 龜 end."), ("龜", "ď 🫠 "), (["z", " e"], "ď 🫠 龜"))
 
 

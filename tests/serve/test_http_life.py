@@ -99,6 +99,21 @@ async def test_a_client_that_leaves_before_its_reply_frees_it(waiting: bool):
             assert len(fake.executor.plans) < 150
 
 
+async def test_an_id_of_the_clients_choosing_aborts_it():
+    with make_fake(step_s=0.002) as fake:
+        async with http_serving(fake) as client:
+            headers = {"x-request-id": "mine"}
+            call = asyncio.create_task(
+                client.plain.post(
+                    COMPLETIONS, json={**LONG, "n": 2, "max_tokens": 100}, headers=headers
+                )
+            )
+            await eventually(lambda: fake.engine.num_live == 2)
+            assert await asyncio.wrap_future(fake.engine.abort("cmpl-mine-1"))
+            choices = (await call).json()["choices"]
+            assert [choice["finish_reason"] for choice in choices] == ["length", "abort"]
+
+
 # Life of the server
 
 

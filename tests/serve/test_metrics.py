@@ -8,15 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from fastapi.routing import APIRoute
 
 from conflux_jax.config import Config, SchedulerConfig
 from conflux_jax.plan import Admission, Bucket, DecodeRow, DecodeRows, IterationPlan, PrefillChunk
 from conflux_jax.request import FinishReason, Request, SamplingParams
+from conflux_jax.serve.http_errors import KINDS
+from conflux_jax.serve.http_server import HttpServer
 from conflux_jax.serve.metrics import FAMILIES, Metrics
 from conflux_jax.serve.tallies import Histogram, Tallies
 from tests.fakes import LONG, make_fake, run
 from tests.serve.harness import ROOT
 from tests.serve.http_harness import http_serving
+
+DOCUMENT = (ROOT / "docs" / "operations.md").read_text()
 
 
 @dataclass
@@ -199,10 +204,9 @@ async def test_an_engine_that_is_over_still_has_its_numbers():
             assert seen['vllm:request_success_total{finished_reason="length"}'] == 1
 
 
-def test_the_document_lists_every_metric_and_endpoint():
-    document = (ROOT / "docs" / "operations.md").read_text()
+def test_the_document_lists_every_metric():
     rows = re.findall(
-        r"^\| `((?:vllm|conflux):\w+)` \| (\w+) \| ([^|]*) \|", document, re.MULTILINE
+        r"^\| `((?:vllm|conflux):\w+)` \| (\w+) \| ([^|]*) \|", DOCUMENT, re.MULTILINE
     )
     listed = {name: (kind, set(re.findall(r"`(\w+)`", labels))) for name, kind, labels in rows}
     assert len(listed) == len(rows)
@@ -212,3 +216,17 @@ def test_the_document_lists_every_metric_and_endpoint():
         metrics = Metrics(Config(), fake.engine)
         names = {name.removesuffix("_total") for name in families}
         assert {m.name.removesuffix("_total") for m in metrics.registry.collect()} == names
+
+
+def test_the_document_lists_every_endpoint():
+    listed = set(re.findall(r"^\| `(GET|POST) (/\S+)` \|", DOCUMENT, re.MULTILINE))
+    routes = [route for route in HttpServer(Config()).app.routes if isinstance(route, APIRoute)]
+    served = {(method, route.path) for route in routes for method in route.methods or ()}
+    assert listed == {(method, path.replace(":path", "")) for method, path in served}
+
+
+def test_the_document_lists_every_status():
+    rows = re.findall(r"^\| (\d{3}) \|[^|]*\|([^|]*)\|", DOCUMENT, re.MULTILINE)
+    listed = {(int(status), (re.findall(r"`(\w+)`", code) or [None])[0]) for status, code in rows}
+    assert len(listed) == len(rows)
+    assert listed == {(kind.status, kind.code) for _, kind in KINDS} | {(405, None)}
