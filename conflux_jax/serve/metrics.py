@@ -147,7 +147,7 @@ FAMILIES = (
     Family("group_rows_total", _COUNTER, "Rows of iterations: decode, prefill or padding",
            lambda v: v.group_rows(), ("group", "phase"), own=True),
     Family("iteration_seconds", _HISTOGRAM, "Measured, by what the iteration has: decode rows, "
-           "prefill rows, or both (mixed)",
+           "prefill rows, both (mixed) or none (handoff)",
            lambda v: [((kind,), v.tallies.step_s[kind]) for kind in KINDS], ("kind",), own=True),
     Family("iteration_measured_over_predicted", _HISTOGRAM, "Measured over predicted seconds of "
            "iterations that the latency model predicted (with its margin)",

@@ -34,7 +34,7 @@ STEP_BOUNDS_S = (
 )  # fmt: skip
 RATIO_BOUNDS = (0.25, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0, 1.05, 1.1, 1.2, 1.3, 1.5, 2.0, 4.0)
 TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
-KINDS = ("decode", "mixed", "prefill")  # what an iteration has rows of
+KINDS = ("decode", "mixed", "prefill", "handoff")  # what an iteration has rows of; the last: none
 PHASES = ("decode", "prefill", "padding")  # what a row is used for
 TARGETS = ("ttft", "tbt", "all")
 
@@ -110,7 +110,7 @@ class Tallies:
     def collected(self, plan: IterationPlan, elapsed_s: float) -> None:
         decodes = [len(rows) for rows in plan.decodes]
         shares = plan.prefill_shares or (0,) * len(decodes)
-        kind = "decode" if not plan.chunks else "mixed" if any(decodes) else "prefill"
+        kind = _kind(any(decodes), bool(plan.chunks))
         with self.lock:
             for rows, decode, prefill in zip(self.rows, decodes, shares, strict=True):
                 rows["decode"] += decode
@@ -183,3 +183,10 @@ class Tallies:
         for target, is_met in met.items():
             self.with_target[target] += 1
             self.on_time[target] += is_met
+
+
+def _kind(has_decodes: bool, has_prefill: bool) -> str:
+    """One of KINDS."""
+    if has_prefill:
+        return "mixed" if has_decodes else "prefill"
+    return "decode" if has_decodes else "handoff"

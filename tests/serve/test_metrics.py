@@ -125,13 +125,19 @@ def test_the_rows_and_seconds_of_iterations():
     mixed = IterationPlan(1, bucket, decodes, (chunk,), (2, 3), predicted_s=0.1)
     empty = DecodeRows.of(), DecodeRows.of()
     prompts = IterationPlan(2, bucket, empty, (chunk,), (3, 2))
-    for plan, elapsed_s in ((alone, 0.03), (mixed, 0.05), (prompts, 0.7)):
+    moves = IterationPlan(3, Bucket(4, 0, False, True), empty, prefill_shares=(0, 0))
+    for plan, elapsed_s in ((alone, 0.03), (mixed, 0.05), (prompts, 0.7), (moves, 0.01)):
         tallies.collected(plan, elapsed_s)
-    assert tallies.rows[0] == {"decode": 2, "prefill": 5, "padding": 5}
-    assert tallies.rows[1] == {"decode": 0, "prefill": 5, "padding": 7}
+    assert tallies.rows[0] == {"decode": 2, "prefill": 5, "padding": 9}
+    assert tallies.rows[1] == {"decode": 0, "prefill": 5, "padding": 11}
     steps = {kind: counted(histogram) for kind, histogram in tallies.step_s.items()}
-    assert steps == {"decode": (1, 0.03), "mixed": (1, 0.05), "prefill": (1, 0.7)}
-    assert counted(tallies.iteration_tokens) == (3, 1.0 + 6.0 + 5.0)
+    assert steps == {
+        "decode": (1, 0.03),
+        "mixed": (1, 0.05),
+        "prefill": (1, 0.7),
+        "handoff": (1, 0.01),
+    }
+    assert counted(tallies.iteration_tokens) == (4, 1.0 + 6.0 + 5.0)
     assert (tallies.predicted_s, tallies.measured_s) == pytest.approx((0.12, 0.08))
     assert counted(tallies.ratio) == (2, 1.5 + 0.5)
 
