@@ -56,7 +56,7 @@ async def test_what_is_written_goes_out_at_once(client: HttpClient):
 
 
 async def test_a_full_queue_takes_all_of_a_call_or_nothing():
-    with make_fake(max_num_seqs=1, max_waiting=2, step_s=0.005) as fake:
+    with make_fake(max_num_seqs=1, max_waiting=2, step_s=0.02) as fake:
         async with http_serving(fake) as client:
             async with client.plain.stream(
                 "POST", COMPLETIONS, json={**LONG, "stream": True}
@@ -76,7 +76,7 @@ async def test_a_full_queue_takes_all_of_a_call_or_nothing():
 
 @pytest.mark.parametrize("extra", [{}, {"n": 2}, {"prompt": ["ab", "cd"], "n": 2}])
 async def test_a_client_that_leaves_a_stream_frees_it(extra: dict[str, Any]):
-    with make_fake(step_s=0.002) as fake:
+    with make_fake(step_s=0.01) as fake:
         async with http_serving(fake) as client:
             body = {**LONG, "stream": True, **extra}
             async with client.plain.stream("POST", COMPLETIONS, json=body) as response:
@@ -89,7 +89,7 @@ async def test_a_client_that_leaves_a_stream_frees_it(extra: dict[str, Any]):
 
 @pytest.mark.parametrize("waiting", [False, True])
 async def test_a_client_that_leaves_before_its_reply_frees_it(waiting: bool):
-    with make_fake(step_s=0.002, max_num_seqs=1) as fake:
+    with make_fake(step_s=0.01, max_num_seqs=1) as fake:
         async with http_serving(fake) as client:
             calls = [asyncio.create_task(client.complete(**LONG)) for _ in range(1 + waiting)]
             await eventually(lambda: fake.engine.num_live == len(calls))
@@ -100,16 +100,15 @@ async def test_a_client_that_leaves_before_its_reply_frees_it(waiting: bool):
 
 
 async def test_an_id_of_the_clients_choosing_aborts_it():
-    with make_fake(step_s=0.002) as fake:
+    with make_fake() as fake:
         async with http_serving(fake) as client:
-            headers = {"x-request-id": "mine"}
-            call = asyncio.create_task(
-                client.plain.post(
-                    COMPLETIONS, json={**LONG, "n": 2, "max_tokens": 100}, headers=headers
-                )
-            )
-            await eventually(lambda: fake.engine.num_live == 2)
-            assert await asyncio.wrap_future(fake.engine.abort("cmpl-mine-1"))
+            fake.executor.pause_at(lambda plan: len(plan.decodes[0]) == 2)
+            body, headers = {**LONG, "n": 2, "max_tokens": 50}, {"x-request-id": "mine"}
+            call = asyncio.create_task(client.plain.post(COMPLETIONS, json=body, headers=headers))
+            await asyncio.to_thread(fake.executor.wait_paused)
+            aborted = fake.engine.abort("cmpl-mine-1")
+            fake.executor.resume()
+            assert await asyncio.wrap_future(aborted)
             choices = (await call).json()["choices"]
             assert [choice["finish_reason"] for choice in choices] == ["length", "abort"]
 
@@ -134,7 +133,7 @@ async def test_while_the_model_loads_nothing_is_served():
 
 
 async def test_draining_finishes_streams_and_refuses_new_ones():
-    with make_fake(step_s=0.002) as fake:
+    with make_fake(step_s=0.005) as fake:
         async with http_serving(fake) as client:
             streams = [
                 asyncio.create_task(client.events(COMPLETIONS, **{**LONG, "max_tokens": 80}))
@@ -155,7 +154,7 @@ async def test_draining_finishes_streams_and_refuses_new_ones():
 @pytest.mark.parametrize("fails", [False, True])
 async def test_what_the_engine_ends_is_an_error(fails: bool):
     """By its failure or at the end of a drain; before a reply, and within a stream."""
-    with make_fake(step_s=0.005) as fake:
+    with make_fake(step_s=0.01) as fake:
         async with http_serving(fake) as client:
             stream = asyncio.create_task(client.events(COMPLETIONS, **LONG))
             both = asyncio.create_task(client.events(COMPLETIONS, **LONG, n=2))
@@ -175,7 +174,7 @@ async def test_what_the_engine_ends_is_an_error(fails: bool):
 
 
 async def test_an_error_within_a_stream_raises_in_the_openai_client():
-    with make_fake(step_s=0.005) as fake:
+    with make_fake(step_s=0.01) as fake:
         async with http_serving(fake) as client:
             stream = await client.openai.completions.create(
                 model="fake", prompt="ab", max_tokens=300, stream=True
