@@ -80,6 +80,19 @@ def test_the_times_of_a_request():
     assert tallies.ended_by == {FinishReason.STOP: 1}
 
 
+def test_an_id_that_comes_again_is_another_request():
+    clock = Clock(11.0)
+    tallies = Tallies(SchedulerConfig(), 1, clock)
+    for now_s in (11.0, 20.0):
+        clock.now_s = now_s
+        one = request("a")
+        tallies.launched(admits(one))
+        tallies.delivered([one], [FinishReason.STOP], now_s + 1.0)
+    assert counted(tallies.queue) == (2, 1.0 + 10.0)
+    assert counted(tallies.ttft) == (2, 2.0 + 11.0)
+    assert counted(tallies.gaps) == (0, 0.0)
+
+
 def test_a_request_that_never_ran_has_an_end_and_no_more():
     tallies = Tallies(SchedulerConfig(), 1, Clock(12.0))
     tallies.ended(request("a"), FinishReason.ABORT)
