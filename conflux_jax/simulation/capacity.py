@@ -17,7 +17,8 @@ from scipy.special import stdtrit
 STEP = 1.25  # between two rates while the bracket is not closed
 TOLERANCE = 0.04  # of a bracket that is narrow enough
 REACH = 30.0  # times the first rate, up and down, beyond which nothing is looked for
-SETTINGS_STEP = 1.15  # between two rates at which settings are compared
+SETTINGS_STEP = 1.07  # between two rates at which settings are compared, rising; falling by two
+KEPT = 6  # settings that are not dropped before some sustain a rate
 CONFIDENCE = 0.95
 
 
@@ -83,7 +84,8 @@ def best_settings[S](
     """The candidate that sustains the highest of the rates start * step ** n; among equals, who
     comes closest at the next one.
 
-    While none sustains a rate, the better half goes on to the next lower one; once some do, they
+    While none sustains a rate, all go on to one lower by two steps, but of more than KEPT the worse
+    half: who does best far above its capacity need not do so below. Once some sustain one, they
     alone go on to the next higher one. One candidate is not tried at all. Raises ValueError where
     there are none.
     """
@@ -95,7 +97,7 @@ def best_settings[S](
         return score(candidates[which], start * step**rung)
 
     left, rung, found = list(range(len(candidates))), 0, False
-    while len(left) > 1 and start * step**rung <= start * REACH:
+    while len(left) > 1 and 1 / REACH <= step**rung <= REACH:
         left.sort(key=lambda which: scored(which, rung), reverse=True)  # equals keep their order
         holding = sum([scored(which, rung).sustained for which in left])
         if holding:
@@ -103,7 +105,7 @@ def best_settings[S](
         elif found:
             left = left[:1]
         else:
-            left, rung = left[: len(left) // 2], rung - 1
+            left, rung = left[: max(KEPT, len(left) // 2)], rung - 2
     return Best(candidates[left[0]], start * step ** (rung - found), found)
 
 
