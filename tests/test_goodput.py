@@ -23,8 +23,8 @@ def write_trace(directory: Path, count: int = 40) -> Path:
     return path
 
 
-def run(trace: Path, *flags: str) -> int:
-    model = ["--model", "llama-3.1-8b", "--gpus", "1", "--system", "chunked"]
+def run(trace: Path, *flags: str, system: str = "chunked") -> int:
+    model = ["--model", "llama-3.1-8b", "--gpus", "1", "--system", system]
     few = ["--processes", "1", "--minutes", "0.15", "--slices", "2"]
     return goodput.main(["--trace", str(trace), *model, *few, *flags])
 
@@ -157,17 +157,19 @@ def test_plot_without_matplotlib(tmp_path: Path, capsys, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("flags", "problem"),
+    ("system", "flags", "problem"),
     [
-        (["--hardware", "z80"], "hardware: must be one of"),
-        (["--minutes", "7"], "trace.jsonl: no requests arrive in minutes 7 to 14"),
-        (["--json", "no/such/folder.json"], "its directory does not exist"),
-        (["--system", "loongserve"], "gpus: loongserve cannot run"),
+        ("chunked", ["--hardware", "z80"], "hardware: must be one of"),
+        ("chunked", ["--minutes", "0.005"], "trace.jsonl: all requests come at once"),
+        ("chunked", ["--json", "no/such/folder.json"], "its directory does not exist"),
+        ("loongserve", [], "gpus: loongserve cannot run"),
     ],
 )
-def test_what_cannot_be_is_one_line(tmp_path: Path, capsys, monkeypatch, flags, problem):
+def test_what_cannot_be_is_one_line(
+    tmp_path: Path, capsys, monkeypatch, system: str, flags: list[str], problem: str
+):
     monkeypatch.setattr(goodput, "ProcessPoolExecutor", InPlace)
-    assert run(write_trace(tmp_path, 24), *flags) == 2
+    assert run(write_trace(tmp_path), *flags, system=system) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("error: ") and problem in error
 

@@ -11,24 +11,28 @@ from pathlib import Path
 import pytest
 
 from conflux_jax.config import ConfigError
+from conflux_jax.models.known_specs import QWEN3_14B
 from conflux_jax.simulation import goodput
 from conflux_jax.simulation.goodput import Case, Tuned
 from conflux_jax.simulation.goodput_book import Book
+from conflux_jax.simulation.hardware import preset
 from conflux_jax.simulation.system import SimulatedRequest, Tokens
+from conflux_jax.simulation.systems.search import candidates
 from conflux_jax.simulation.traces import TraceError
 
 SERVICE_S = 0.5
 
 
 class Server:
-    """Satisfies `System`: one request at a time for SERVICE_S, all its tokens at the end."""
+    """Satisfies `System`: one request at a time, all its tokens at the end."""
 
-    def __init__(self):
+    def __init__(self, service_s: float = SERVICE_S):
+        self._service_s = service_s
         self._ends: deque[tuple[float, SimulatedRequest]] = deque()
         self._free_s = 0.0
 
     def add(self, request: SimulatedRequest) -> None:
-        self._free_s = max(self._free_s, request.arrival_s) + SERVICE_S
+        self._free_s = max(self._free_s, request.arrival_s) + self._service_s
         self._ends.append((self._free_s, request))
 
     @property
@@ -72,13 +76,33 @@ def test_a_known_capacity_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.summary["attainment"] >= 0.95
 
 
+@pytest.mark.parametrize("system", ["conflux", "disaggregated"])
+def test_the_best_settings_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, system: str):
+    """One of the settings serves twice as fast as the others."""
+    case = Case(write_trace(tmp_path, 150, 100), system, minutes=4)
+    settings: list[dict] = []
+    if system == "conflux":
+        settings += goodput.OUR_SETTINGS
+    else:
+        settings += candidates(system, QWEN3_14B, preset("h100"), 4)
+    best = settings[-1]
+
+    def server(_, chosen: dict, __) -> Server:
+        return Server(SERVICE_S / (2 if chosen == best else 1))
+
+    monkeypatch.setattr(goodput, "build", server)
+    found = goodput.tune(case)
+    assert found.settings == best and found.sustained
+    assert 2.0 < found.rate < 4.3
+
+
 @pytest.mark.parametrize("order", goodput.ORDERS)
 def test_a_run_that_is_given_up_has_the_verdict_of_a_whole_one(tmp_path: Path, order: str):
     """A real rival around its capacity, with slices that are late at the end or throughout."""
-    trace = write_trace(tmp_path, 120, 500, output=60)
+    trace = write_trace(tmp_path, 80, 500, output=200)
     case = Case(trace, "chunked", "llama-3.1-8b", gpus=1, order=order, minutes=1, ttft_s=0.4)
     given_up = []
-    for rate in (4.0, 9.0, 11.0, 13.0, 30.0):
+    for rate in (4.0, 10.0, 13.0, 30.0):
         short, whole = (goodput.run(case, 0, {}, rate, whole) for whole in (False, True))
         assert goodput.sustained(short) == goodput.sustained(whole) == (whole.attainment >= 0.95)
         assert whole.complete
