@@ -125,10 +125,9 @@ def tables(found: Sequence[Row]) -> str:
         case, by_name = group[0].case, {row.case.system: row for row in group}
         traffic = next(one for one in TRAFFIC if one.trace == Path(case.trace).name)
         cells = [_goodput(by_name[name]) if name in by_name else "" for name in names]
-        compared = goodput_report.ours_over(by_name[OURS], group) if OURS in by_name else None
-        over = (
-            "" if compared is None else f"{_ratio(compared[1])}, {TITLES[compared[0].case.system]}"
-        )
+        over = "not all measured"
+        if len(by_name) == len(names) and (best := goodput_report.ours_over(by_name[OURS], group)):
+            over = f"{_ratio(best[1])}, {TITLES[best[0].case.system]}"
         lines.append(
             f"| {traffic.title} | {KNOWN_SPECS[case.model].name}, {case.gpus} | {case.tbt_ms:g} ms "
             f"| {case.order} | {' | '.join(cells)} | {over} | {traffic.paper} |"

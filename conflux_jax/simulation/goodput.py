@@ -252,6 +252,6 @@ def _hardware(name: str) -> Hardware:
 
 
 def quantiles(times_s: np.ndarray) -> list[float]:
-    """At QUANTILES; empty where there are no times."""
+    """At QUANTILES, to the microsecond; empty where there are no times."""
     known = times_s[~np.isnan(times_s)]
-    return [float(value) for value in np.percentile(known, QUANTILES)] if len(known) else []
+    return np.percentile(known, QUANTILES).round(6).tolist() if len(known) else []

@@ -129,8 +129,8 @@ def _span(found: Interval) -> str:
 
 
 def flat(found: Sequence[Row]) -> dict[str, float]:
-    """By name, such as goodput_muxwise_own_tbt100; ratio_* is ours over the strongest other. What
-    has no finite number is left out."""
+    """By name, such as goodput_muxwise_own_tbt100; ratio_* is ours over the strongest other. One
+    slice has no interval."""
     values: dict[str, float] = {}
     for group in comparisons(found):
         for row in group:
@@ -141,10 +141,12 @@ def flat(found: Sequence[Row]) -> dict[str, float]:
             values[f"slices_{name}"] = len(row.rates)
             if case.system == OURS and (compared := ours_over(row, group)) is not None:
                 values |= _interval(f"ratio_{suffix}", compared[1])
-    return {name: value for name, value in values.items() if math.isfinite(value)}
+    return values
 
 
 def _interval(name: str, found: Interval) -> dict[str, float]:
+    if math.isinf(found.high):
+        return {name: found.mean}
     return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
@@ -165,13 +167,17 @@ def plot(found: Sequence[Row], book: Book, directory: Path, drawing: Any) -> lis
 
 def _bars(figure: Any, group: Sequence[Row], book: Book) -> None:
     axes = figure.subplots()
+    title = "goodput"
     for place, row in enumerate(group):
-        mean, low, high = row.goodput
-        bounded = math.isfinite(high)
-        error = [[mean - low], [high - mean]] if bounded else None
+        (mean, low, high), error = row.goodput, None
+        if math.isfinite(high):
+            title, error = (
+                f"goodput and its {CONFIDENCE:.0%} interval",
+                [[mean - low], [high - mean]],
+            )
         axes.bar(place, mean, yerr=error, capsize=4)
     axes.set_xticks(range(len(group)), [TITLES[row.case.system] for row in group])
-    axes.set(ylabel="requests a second", title="goodput, with its 95% interval")
+    axes.set(ylabel="requests a second", title=title)
 
 
 def _times(figure: Any, group: Sequence[Row], book: Book) -> None:
