@@ -26,11 +26,10 @@ from conflux_jax.simulation.goodput_report import BOUND, OURS, TITLES, Row
 from conflux_jax.simulation.systems import SYSTEMS
 from conflux_jax.simulation.traces import TraceError
 
-MINUTES = 5.0
-
 
 class Traffic(NamedTuple):
-    """paper: what it says of our goodput over the strongest other system."""
+    """paper: what it says of our goodput over the strongest other system. minutes: of trace in a
+    slice; replayed as fast as systems can serve it, it must still last for a minute or so."""
 
     title: str
     trace: str
@@ -38,6 +37,7 @@ class Traffic(NamedTuple):
     gpus: int
     paper: str
     tbts_ms: tuple[float, ...] = (100.0,)
+    minutes: float = 5.0
 
 
 TOOLAGENT = "mooncake_toolagent_recon.jsonl"
@@ -46,14 +46,14 @@ TRAFFIC = (
     Traffic("toolagent-recon", TOOLAGENT, "llama-3.1-8b", 4, "1.26 to 1.62"),
     Traffic("toolagent-recon", TOOLAGENT, "qwen3-32b", 8, "1.26 to 1.62"),
     Traffic("synthetic", "mooncake_synthetic_trace.jsonl", "qwen3-14b", 4, "1.7"),
-    Traffic("Azure conv", "azure_llm_2023_conv.csv", "qwen3-14b", 4, "1.1 (QwenA)"),
+    Traffic("Azure conv", "azure_llm_2023_conv.csv", "qwen3-14b", 4, "1.1 (QwenA)", minutes=10.0),
     Traffic("conversation", "mooncake_conversation_trace.jsonl", "qwen3-14b", 4, "not in it"),
 )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
-    cases = cases_of(options.traces, options.minutes)
+    cases = cases_of(options.traces)
     try:
         drawing = matplotlib() if options.plot else None
         book = Book(options.results)
@@ -78,7 +78,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--traces", type=Path, required=True, help="the traces' directory")
     parser.add_argument("--results", type=Path, required=True, help="what is found, as JSON lines")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="of trace in a slice")
     parser.add_argument("--slices", type=int, default=1, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--report", action="store_true", help="only of what has been found")
@@ -86,7 +85,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def cases_of(traces: Path, minutes: float) -> list[Case]:
+def cases_of(traces: Path) -> list[Case]:
     """What matters most comes first, so that a survey that is broken off has it: a target of 100 ms
     before others, then each system's own order before first come first served, which is compared
     on the first traffic above all."""
@@ -104,7 +103,7 @@ def cases_of(traces: Path, minutes: float) -> list[Case]:
             gpus=traffic.gpus,
             order=order,
             tbt_ms=tbt_ms,
-            minutes=minutes,
+            minutes=traffic.minutes,
         )
         for traffic, tbt_ms, order in choices
         for system in SYSTEMS

@@ -41,12 +41,16 @@ from conflux_jax.simulation.workload import at_rate, simulated, slice_minutes, s
 
 SHARE = 0.95  # of the requests, on time
 ORDERS = ("fcfs", "own")  # own: by deadline in our system, shortest prefill first in the others
-PROBE_MINUTES = 2.0  # of the slice, on which settings are compared
+PROBE_SHARE = 0.4  # of the first slice, its beginning, on which settings are compared
 FIRST_GUESS = 0.5  # of the rate that the linear layers' products alone would allow
 NEAR_STEP = 1.12  # from a rate that was sustained on part of the slice, or on another
-# Of our system: its defaults, and without the bound on how often a prompt may be overtaken, which
-# the others do not have either.
-OUR_SETTINGS: tuple[dict[str, Any], ...] = ({}, {"max_bypass": 1_000_000})
+# Of our system: its defaults; without the bound on how often a prompt may be overtaken, which the
+# others do not have either; and room for the decodes of many short requests.
+OUR_SETTINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {"max_bypass": 1_000_000},
+    {"max_bypass": 1_000_000, "max_num_seqs": 2048},
+)
 QUANTILES = tuple(float(percent) for percent in range(101))
 
 Settings = Mapping[str, Any]
@@ -118,7 +122,7 @@ class Found:
 
 
 def tune(case: Case) -> Tuned:
-    """A system's best settings, and where to search. They are compared on the first PROBE_MINUTES
+    """A system's best settings, and where to search. They are compared on the first PROBE_SHARE
     of the first slice: see `capacity.best_settings`."""
     spec, hardware = KNOWN_SPECS[case.model], _hardware(case.hardware)
     if case.system == "conflux":
@@ -127,7 +131,7 @@ def tune(case: Case) -> Tuned:
         choices = candidates(case.system, spec, hardware, case.gpus)
     if not choices:
         raise ConfigError(f"gpus: {case.system} cannot run {spec.name} on {case.gpus}")
-    probe = dataclasses.replace(case, minutes=min(case.minutes, PROBE_MINUTES))
+    probe = dataclasses.replace(case, minutes=PROBE_SHARE * case.minutes)
 
     def score(settings: Settings, rate: float) -> Score:
         results = run(probe, 0, settings, rate)
