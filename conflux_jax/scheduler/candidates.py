@@ -10,7 +10,6 @@ from conflux_jax.scheduler.memory import Memory
 from conflux_jax.scheduler.ordering import Ordering
 from conflux_jax.scheduler.state import RequestState
 
-
 LOOK_PAST = 64  # so that a pass stays short while memory is
 
 

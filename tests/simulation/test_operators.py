@@ -118,7 +118,8 @@ def test_products_never_get_cheaper_by_growing(size: int):
     for fixed in (100, 1000, 5120):
         sizes = [np.full(3000, fixed) for _ in range(3)]
         sizes[size] = np.arange(1, 3001) * (1 if size == 0 else 8)
-        assert rising(gemm.seconds(*sizes, np.array(132), 132))
+        m, n, k = sizes
+        assert rising(gemm.seconds(m, n, k, np.array(132), 132))
 
 
 def test_attention_and_collectives_never_get_cheaper_by_growing():
