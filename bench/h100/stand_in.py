@@ -27,7 +27,6 @@ class StandInKernels:
     """Satisfies `AttentionKernels` with one launch a path."""
 
     streams: bool = True
-    fuses: bool = False
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
         return inputs
@@ -57,9 +56,6 @@ class StandInKernels:
         shape = (tokens * heads.q_per_device, head_dim)
         out = _launch("prefill_attention", shape, (rows,), pool, layer, indices)
         return out.reshape(tokens, heads.q_per_device, head_dim)
-
-    def mixed(self, sent, received, pool, layer, decode, prefill, heads):
-        raise NotImplementedError("nothing stands in for one launch of both")
 
 
 def _launch(name, out_shape, rows, pool, layer, indices):

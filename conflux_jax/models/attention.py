@@ -99,11 +99,6 @@ class AttentionKernels(Protocol):
         single `lax` operations there, but no loops and no nested jit."""
         ...
 
-    @property
-    def fuses(self) -> bool:
-        """Whether there is `mixed`."""
-        ...
-
     def planned(
         self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout
     ) -> AttentionInputs:
@@ -135,6 +130,11 @@ class AttentionKernels(Protocol):
         received order. Rows that are no chunk's may be anything finite."""
         ...
 
+
+@runtime_checkable
+class FusedKernels(AttentionKernels, Protocol):
+    """Kernels that can attend for both phases at once."""
+
     def mixed(
         self,
         sent: Float[Array, "groups rows qkv_heads head_dim"],
@@ -154,7 +154,6 @@ class XlaKernels:
     """The XLA path, on any device: see `pallas_kernels.blockwise`."""
 
     streams: bool = False
-    fuses: bool = False
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
         return inputs
@@ -172,9 +171,6 @@ class XlaKernels:
         grouped = q.reshape(-1, num_kv, heads.q_per_kv, q.shape[2])
         out = prefill_attention(grouped, k, v, pool, layer, inputs.segments).reshape(q.shape)
         return jnp.take(out, inputs.compact, axis=0, mode="clip")
-
-    def mixed(self, sent, received, pool, layer, decode, prefill, heads):
-        raise NotImplementedError("XLA has no launch for both")
 
 
 @dataclass(frozen=True)
@@ -214,7 +210,7 @@ class AttentionOptions:
                 f"{type(kernels).__name__} have loops. Use none"
             )
         fused = overlap == "fused" and on_gpu
-        if fused and not kernels.fuses:
+        if fused and not isinstance(kernels, FusedKernels):
             raise ConfigError(
                 "overlap: fused needs attention kernels with one launch for both phases; "
                 f"{type(kernels).__name__} have none. Use stream or none"
@@ -366,9 +362,9 @@ def _fused_path(
     received = _all_to_all(sent, axis=0)
     groups, rows, _, head_dim = received.shape
     flat = received.reshape(groups * rows, -1, head_dim)
-    decode_out, out = options.kernels.mixed(
-        sent, flat, pool, layer, inputs.decode, inputs.prefill, heads
-    )
+    kernels = options.kernels
+    assert isinstance(kernels, FusedKernels)  # `AttentionOptions.make` saw to it
+    decode_out, out = kernels.mixed(sent, flat, pool, layer, inputs.decode, inputs.prefill, heads)
     writes = [
         _decode_writes(sent, pool, inputs.decode, heads),
         _prefill_writes(flat, pool, inputs.prefill, heads),

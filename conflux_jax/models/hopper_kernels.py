@@ -53,7 +53,7 @@ class PlannedPrefill(NamedTuple):
 
 @dataclass(frozen=True)
 class HopperKernels:
-    """Satisfies `AttentionKernels`.
+    """Satisfies `FusedKernels`.
 
     programs: of a launch, one an SM. decode_sms: of these, how many decode attention has to itself
     where prefill attention runs at the same time, and has the others; 0: each has all, one after
@@ -68,10 +68,6 @@ class HopperKernels:
 
     @property
     def streams(self) -> bool:
-        return True
-
-    @property
-    def fuses(self) -> bool:
         return True
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):

@@ -28,7 +28,6 @@ class TritonKernels:
     its queries; so it has no stream of its own."""
 
     streams: bool = False
-    fuses: bool = False
 
     def planned(self, inputs: AttentionInputs, heads: HeadLayout, decode_heads: HeadLayout):
         if (prefill := inputs.prefill) is None:
@@ -51,9 +50,6 @@ class TritonKernels:
         received = jnp.pad(received, [(0, -tokens % ROW_GRAIN), (0, 0), (0, 0)])
         out, _ = prefill_attention(received, pool, layer, inputs.plan, kv_heads=kv_heads)
         return out[:tokens]
-
-    def mixed(self, sent, received, pool, layer, decode, prefill, heads):
-        raise NotImplementedError("Triton has no launch for both")
 
 
 def triton_refusal(device: Any) -> str | None:
