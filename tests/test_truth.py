@@ -36,7 +36,11 @@ def settings(sp: int) -> Config:
     )
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3, 4], ids="sp={}".format)
+@pytest.fixture(
+    scope="module",
+    params=[1, 2, 3, pytest.param(4, marks=pytest.mark.meshes)],
+    ids="sp={}".format,
+)
 def runner(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Runner]:
     made = Runner.create(open_source(str(smollm2_path)), settings(request.param))
     made.warm_up()
