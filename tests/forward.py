@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import jax
 import numpy as np
 from flax import nnx
@@ -39,7 +41,7 @@ def forward_logits(
     step = _logits_step(runner, bucket)
     geometry = runner.geometry
     request = Request("prompt", tuple(token_ids), SamplingParams(), 1)
-    pages = tuple(range(geometry.prefill_pages(len(token_ids))))
+    pages = array("i", range(geometry.prefill_pages(len(token_ids))))
     admission = Admission(0, request, token_ids, (pages,) * sp)
     out, state = [], runner._state
     for start in range(0, len(token_ids), chunk):
