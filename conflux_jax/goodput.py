@@ -15,7 +15,6 @@ import dataclasses
 import importlib
 import itertools
 import json
-import math
 import multiprocessing
 import os
 import sys
@@ -26,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from conflux_jax.config import ConfigError
+from conflux_jax.flags import positive, positive_int
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.models.spec import ModelError
 from conflux_jax.progress import ProgressBar
@@ -85,7 +85,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME or FILE",
         help="h100, h200, a100 or a file of `python -m bench.hardware` (default: %(default)s)",
     )
-    add("--gpus", type=_count, default=Case.gpus, metavar="N", help="in all (default: %(default)s)")
+    add(
+        "--gpus",
+        type=positive_int,
+        default=Case.gpus,
+        metavar="N",
+        help="in all (default: %(default)s)",
+    )
     add(
         "--order",
         choices=ORDERS,
@@ -93,31 +99,31 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="whose prompt is next: first come first served, or each system's own order "
         "(deadline; shortest remaining prefill first); may be repeated (default: own)",
     )
-    add("--ttft", type=_positive, metavar="S", help="seconds to the first token, for any prompt")
+    add("--ttft", type=positive, metavar="S", help="seconds to the first token, for any prompt")
     add(
         "--tbt",
-        type=_positive,
+        type=positive,
         action="append",
         metavar="MS",
         help=f"milliseconds between two tokens; may be repeated (default: {Case.tbt_ms:g})",
     )
     add(
         "--minutes",
-        type=_positive,
+        type=positive,
         default=MINUTES,
         metavar="N",
         help="of trace in a slice (default: %(default)g)",
     )
     add(
         "--slices",
-        type=_count,
+        type=positive_int,
         default=SLICES,
         metavar="N",
         help="of the trace, one after the other, each with its own noise (default: %(default)s)",
     )
     add(
         "--processes",
-        type=_count,
+        type=positive_int,
         default=os.cpu_count() or 1,
         metavar="N",
         help="that run at once (default: one a core)",
@@ -126,20 +132,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--json", type=Path, metavar="FILE", help="write the figures as flat JSON")
     add("--plot", type=Path, metavar="DIR", help="draw them (needs matplotlib)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def cases_of(parsed: argparse.Namespace) -> list[Case]:

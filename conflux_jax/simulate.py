@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conflux_jax.config import ConfigError
+from conflux_jax.flags import positive, positive_int
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.models.spec import ModelError
 from conflux_jax.progress import ProgressBar
@@ -72,10 +73,21 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME or FILE",
         help="h100, h200, a100 or a file of `python -m bench.hardware` (default: %(default)s)",
     )
-    add("--gpus", type=_count, default=NUM_GPUS, metavar="N", help="in all (default: %(default)s)")
-    add("--sp", type=_count, metavar="N", help="groups (default: the GPUs over --tp)")
-    add("--tp", type=_count, metavar="N", help="GPUs of a group (default: what the weights need)")
-    add("--rate", type=_positive, help="requests a second (default: the trace's)")
+    add(
+        "--gpus",
+        type=positive_int,
+        default=NUM_GPUS,
+        metavar="N",
+        help="in all (default: %(default)s)",
+    )
+    add("--sp", type=positive_int, metavar="N", help="groups (default: the GPUs over --tp)")
+    add(
+        "--tp",
+        type=positive_int,
+        metavar="N",
+        help="GPUs of a group (default: what the weights need)",
+    )
+    add("--rate", type=positive, help="requests a second (default: the trace's)")
     add(
         "--minutes",
         type=_minutes,
@@ -92,10 +104,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="a setting of the system; of conflux any of the engine's config (may be repeated)",
     )
     add("--ordering", choices=ORDERINGS, help="whose prompt is next (default: the system's own)")
-    add("--ttft", type=_positive, metavar="S", help="seconds to the first token, for any prompt")
+    add("--ttft", type=positive, metavar="S", help="seconds to the first token, for any prompt")
     add(
         "--tbt",
-        type=_positive,
+        type=positive,
         default=TBT_MS,
         metavar="MS",
         help="milliseconds between two tokens (default: %(default)g)",
@@ -105,20 +117,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--requests", type=Path, metavar="FILE", help="write a line of JSON for each request")
     add("--json", type=Path, metavar="FILE", help="write the summary as flat JSON")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _minutes(text: str) -> tuple[float, float]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import math
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conflux_jax.config import ConfigError
+from conflux_jax.flags import positive, positive_int
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.simulation import roofline
 from conflux_jax.simulation.demand import Demand, Lengths, measure
@@ -66,33 +66,19 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--profile", type=Path, help="a file that `python -m conflux_jax.calibrate` wrote")
     add("--model", choices=KNOWN_SPECS, help=f"without a profile (default: {MODEL})")
     add("--gpu", choices=roofline.GPUS, help=f"without a profile (default: {GPU})")
-    add("--gpus", type=_positive_int, help=f"in all (default: the profile's, or {NUM_GPUS})")
-    add("--tp", type=_positive_int, help="GPUs of a group (default: as few as hold the weights)")
+    add("--gpus", type=positive_int, help=f"in all (default: the profile's, or {NUM_GPUS})")
+    add("--tp", type=positive_int, help="GPUs of a group (default: as few as hold the weights)")
     add(
         "--chunk-tokens",
-        type=_positive_int,
+        type=positive_int,
         help=f"most of a group in an iteration (default: the profile's, or {CHUNK_TOKENS})",
     )
-    add("--ttft-slo-s", type=_positive, default=2.0, help="first token (default: %(default)s)")
-    add("--tbt-slo-s", type=_positive, default=0.1, help="between tokens (default: %(default)s)")
-    add("--rate", type=_positive, help="requests a second (default: the trace's)")
+    add("--ttft-slo-s", type=positive, default=2.0, help="first token (default: %(default)s)")
+    add("--tbt-slo-s", type=positive, default=0.1, help="between tokens (default: %(default)s)")
+    add("--rate", type=positive, help="requests a second (default: the trace's)")
     add("--json", type=Path, metavar="FILE", help="write the numbers, by name, as JSON")
     add("--plot", type=_picture, metavar="FILE.png", help="draw the lengths (needs matplotlib)")
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 def _picture(text: str) -> Path:

@@ -1,0 +1,22 @@
+"""Types of command-line flags that several commands have, for argparse."""
+
+from __future__ import annotations
+
+import argparse
+import math
+
+
+def positive(text: str) -> float:
+    """A finite number above 0. Raises ArgumentTypeError or ValueError."""
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
+
+
+def positive_int(text: str) -> int:
+    """An integer of at least 1. Raises ArgumentTypeError or ValueError."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
+    return value
