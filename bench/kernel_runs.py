@@ -23,7 +23,7 @@ from pallas_kernels.mixed_attention import (
     mixed_attention,
     num_counters,
 )
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import num_tickets, prefill_attention
 from pallas_kernels.reference import attend
 
 LAYERS = 4  # of the pool, run in turn: between two runs of a layer the others pass the cache
@@ -59,7 +59,8 @@ def _mixed(case: MixedCase) -> dict[str, float]:
     run = jax.jit(
         partial(mixed_attention, shape, kv_heads=case.prefill.heads[1], decode_sms=DECODE_SMS)
     )
-    counters = jnp.zeros(num_counters(stretches), jnp.int32)  # the kernel leaves them so
+    counters = num_counters(stretches, len(prefill.tickets))
+    counters = jnp.zeros(counters, jnp.int32)  # the kernel leaves them so
 
     def launch(layer):
         other = PrefillOperands(prefill.qkv, prefill.plan)
@@ -82,10 +83,11 @@ class PrefillSide:
         self.pages = max(1, sum(-(-context // case.page_tokens) for context, _ in case.chunks))
         self.qkv = _normal(1, case.tokens, q_heads + 2 * kv_heads, case.head_dim)
         self.plan = jax.tree.map(jnp.asarray, case.plan())
+        self.tickets = jnp.zeros(num_tickets(self.plan, q_heads), jnp.int32)
         self._run = jax.jit(partial(prefill_attention, kv_heads=kv_heads))
 
     def run(self, pool: jax.Array, layer: jax.Array) -> Any:
-        return self._run(self.qkv, pool, layer, self.plan)
+        return self._run(self.qkv, pool, layer, self.plan, tickets=self.tickets)
 
     def check(self, out: np.ndarray, pool: jax.Array) -> None:
         q_heads, kv_heads = self.case.heads

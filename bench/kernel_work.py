@@ -20,15 +20,17 @@ from pallas_kernels.decode_kernel import BLOCK_KEYS as DECODE_KEYS
 from pallas_kernels.prefill_plan import (
     BLOCK_KEYS,
     BLOCK_QUERIES,
+    PARTS,
     ROW_GRAIN,
     TILES,
     PrefillPlan,
+    divide_keys,
     plan_prefill,
 )
 
 PEAK_FLOPS_S = 989.4e12  # of an H100 SXM in bfloat16, dense
 MEMORY_BYTES_S = 3.35e12
-BYTES = 2  # of a bfloat16 number
+BYTES, FLOAT32_BYTES = 2, 4  # of a bfloat16 number, of a partial result's
 PRODUCTS = 2  # queries by keys, weights by values
 PAGE_TOKENS = 16  # in decode layout
 
@@ -95,7 +97,8 @@ class PrefillCase:
         return Segments(*fields)
 
     def plan(self) -> PrefillPlan:
-        return plan_prefill(self.segments(), np.arange(self.tokens, dtype=np.int32))
+        plan = plan_prefill(self.segments(), np.arange(self.tokens, dtype=np.int32))
+        return divide_keys(plan, self.heads[0], SMS)
 
 
 @dataclass(frozen=True)
@@ -139,7 +142,8 @@ Case = PrefillCase | DecodeCase | MixedCase
 class Work:
     """flops: that the kernel multiplies. needed_flops: of the pairs that attend. busiest: share of
     `flops` of the program that has the most. loaded_bytes: into shared memory, from caches mostly
-    in prefill. memory_bytes: that pass through memory at least, each once."""
+    in prefill, and of prefill's partial results into registers. memory_bytes: that pass through
+    memory at least, each once; partial results stay in the cache."""
 
     flops: int
     needed_flops: int
@@ -160,10 +164,12 @@ class Work:
 
 def prefill_work(case: PrefillCase) -> Work:
     """Of one launch. The loops of `prefill_kernel`: units are (item, query head), dealt in rounds
-    that turn around; a unit multiplies its queries with all of its tiles."""
+    that turn around; a unit multiplies its queries with all of its tiles. Where keys are divided,
+    the program that comes last reads all parts of a block again, to merge them."""
     q_heads, kv_heads = case.heads
     plan = case.plan()
-    tiles = np.asarray(plan.items[: int(plan.num_items), TILES], np.int64)
+    items = np.asarray(plan.items[: int(plan.num_items)], np.int64)
+    tiles, partial_results = items[:, TILES], q_heads * int((items[:, PARTS] > 1).sum())
     units = np.repeat(tiles, q_heads)
     rounds = np.pad(units, (0, -len(units) % SMS)).reshape(-1, SMS)
     rounds[1::2] = rounds[1::2, ::-1].copy()
@@ -173,11 +179,13 @@ def prefill_work(case: PrefillCase) -> Work:
     pairs = sum(n * context + n * (n + 1) // 2 for context, n in case.chunks)
     tokens = sum(n for _, n in case.chunks)
     contexts = sum(context for context, _ in case.chunks)
+    merged_bytes = partial_results * BLOCK_QUERIES * (case.head_dim + 1) * FLOAT32_BYTES
+    loaded_rows = int(units.sum()) * 2 * BLOCK_KEYS + len(units) * BLOCK_QUERIES
     return Work(
         flops=int(units.sum()) * tile_flops,
         needed_flops=PRODUCTS * 2 * case.head_dim * q_heads * pairs,
         busiest=float(busiest / units.sum()),
-        loaded_bytes=(int(units.sum()) * 2 * BLOCK_KEYS + len(units) * BLOCK_QUERIES) * row_bytes,
+        loaded_bytes=loaded_rows * row_bytes + merged_bytes,
         memory_bytes=row_bytes * (2 * kv_heads * (contexts + tokens) + 2 * q_heads * tokens),
     )
 

@@ -24,9 +24,9 @@ from pallas_kernels.building_blocks import SMS
 
 NOTES = """\
 TFLOP: multiplied by the kernel; needed: of them, by pairs of query and key that attend. GB loaded:
-into shared memory, by the kernel's loops; memory: the least that must pass through memory.
-busiest: work of the SM that has most, over the mean. floor: an H100's least time for it, and what
-sets it. expected: by the hardware model of the simulator, of mixed the slower side's alone."""
+into an SM, by the kernel's loops; memory: the least that must pass through memory. busiest: work of
+the SM that has most, over the mean. floor: an H100's least time for it, and what sets it. expected:
+by the hardware model of the simulator, of mixed the slower side's alone."""
 
 
 @functools.cache

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from bench.peers.protocol import random_prompt
 from conflux_jax.build import build_runner
 from conflux_jax.config import Config
@@ -29,8 +31,9 @@ from conflux_jax.simulation.costs import ProfiledCosts
 from conflux_jax.simulation.replay import (
     QUANTILES,
     RecordedSystem,
-    Recorder,
+    RecordingScheduler,
     drive,
+    iteration_ratios,
     quantile_errors,
     recorded_requests,
     replan,
@@ -98,7 +101,7 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
             config.scheduler, runner.geometry, runner.ladders, runner.max_model_len, model
         )
 
-    recorder = Recorder(scheduler())
+    recorder = RecordingScheduler(scheduler())
     blueprint = Blueprint(
         config.scheduler, runner.limits, runner.ladders, model, ProfiledCosts(model)
     )
@@ -114,7 +117,14 @@ def measure(options: argparse.Namespace) -> dict[str, float]:
     replayed = simulate(ConfluxSystem(blueprint, noise=0.0), asked)
     errors = quantile_errors(replayed, real)
     print_table(real, replayed, errors)
-    return {"identical_plans": int(identical), "plans": len(record.plans), **errors}
+    ratios = iteration_ratios(record, blueprint.costs, runner.limits)
+    print_ratios(ratios)
+    medians = {
+        f"iterations_{kind}": float(np.median(found)) - 1.0
+        for kind, found in ratios.items()
+        if len(found)
+    }
+    return {"identical_plans": int(identical), "plans": len(record.plans), **errors, **medians}
 
 
 def sustained_rate(blueprint: Blueprint) -> float:
@@ -140,7 +150,7 @@ def traffic(count: int, rate: float, seed: int) -> list[Request]:
     return requests
 
 
-def run(recorder: Recorder, runner: Runner, requests: Sequence[Request]) -> None:
+def run(recorder: RecordingScheduler, runner: Runner, requests: Sequence[Request]) -> None:
     """In real time, on a clock that starts now."""
     origin_s = time.perf_counter()
 
@@ -163,6 +173,16 @@ def print_table(real: Results, replayed: Results, errors: dict[str, float]) -> N
         f"{real.summary()['output_tokens']:,.0f} tokens, {real.end_s:.1f} s in reality, "
         f"{replayed.end_s:.1f} s simulated"
     )
+
+
+def print_ratios(ratios: dict[str, np.ndarray]) -> None:
+    """Where iterations take longer than the profile says, so does everything that is made of them:
+    the profile then is of a machine that had less to do beside it."""
+    for kind, found in ratios.items():
+        if len(found):
+            low, middle, high = np.quantile(found, (0.1, 0.5, 0.9)) - 1.0
+            title = f"iterations, {kind}, real / profile"
+            print(f"{title:40}{middle:+.1%} ({low:+.1%} to {high:+.1%}, p10 to p90)")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from conflux_jax.config import Config, ConfigError
-from conflux_jax.engine import Engine, ModelInfo
+from conflux_jax.engine import Engine
+from conflux_jax.model_info import ModelInfo
 from conflux_jax.models.loading import open_source
 from conflux_jax.plan import Executor
 from conflux_jax.platform import ensure_devices
@@ -25,6 +26,7 @@ def build_runner(config: Config, progress: Progress | None = None) -> tuple[Runn
 
     Raises ConfigError or ModelError, each one line that names the setting or the file."""
     report = progress or (lambda stage, done, total: None)
+    config = with_profile_settings(config)
     report("load", 0, 1)
     source = open_source(config.model.model)
     text = open_text(config.model.model)
@@ -37,6 +39,15 @@ def build_runner(config: Config, progress: Progress | None = None) -> tuple[Runn
     report("compile", 0, len(runner.ladders.all()))
     runner.warm_up(lambda done, total: report("compile", done, total))
     return runner, text
+
+
+def with_profile_settings(config: Config) -> Config:
+    """The config, with the `decode_sms` of its latency profile where it leaves that open. Raises
+    ConfigError for a file that is no profile."""
+    path = config.scheduler.latency_profile
+    if path is None or config.execution.decode_sms is not None:
+        return config
+    return Config.from_flat(config, decode_sms=LatencyModel.read(path).decode_sms)
 
 
 def load_profile(config: Config, runner: Runner) -> LatencyModel | None:
@@ -62,6 +73,17 @@ def build_engine(
             "the same settings"
         )
     runner, text = build_runner(config, progress)
+    return start_engine(config, runner, text, watch)
+
+
+def start_engine(
+    config: Config,
+    runner: Runner,
+    text: TextCodec,
+    watch: Callable[[Any], Executor] | None = None,
+) -> Engine:
+    """An engine over what `build_runner` made of the same config. Raises ConfigError where the
+    latency profile is another engine's."""
     scheduler = Scheduler(
         config.scheduler,
         runner.geometry,
@@ -80,5 +102,7 @@ def build_engine(
         tp=config.mesh.tp,
         page_tokens=runner.geometry.page_tokens,
         num_pages=runner.geometry.num_pages,
+        max_num_seqs=config.scheduler.max_num_seqs,
     )
-    return Engine(scheduler, watch(runner) if watch else runner, text, info)
+    executor = watch(runner) if watch else runner
+    return Engine(scheduler, executor, text, info, stall_limit_s=config.execution.stall_s)

@@ -5,7 +5,9 @@ writes a latency profile for it. Prints how far the profile is off, also on iter
 not fitted to, and how far two measurements of the same iteration are apart: no profile can be
 better than that. Run it while nothing else runs on the machine.
 
-It does not look for `decode_sms`: no attention kernel for GPUs shares its processors yet.
+Where a GPU's multiprocessors are divided between decode and prefill attention, and the config does
+not say how (`decode_sms`), it first looks for the division with the fastest iterations of both, and
+writes that into the profile, from which the engine takes it. Elsewhere it says why it does not.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +45,15 @@ def main(arguments: Sequence[str] | None = None, build: Builder = build_runner) 
                 raise OSError(f"{path}: its directory does not exist")
         if parsed.plot is not None:
             _matplotlib()  # now, not after minutes of profiling
-        calibration = profile(Config.from_arguments(parsed), parsed.quick, parsed.seed, build)
+        config = Config.from_arguments(parsed)
+        calibration, choice = profile(config, parsed.quick, parsed.seed, build)
         out = parsed.out or Path(default_name(calibration.model.identity))
         calibration.model.save(out)
+        print(choice)
         print(calibration.table())
         if parsed.json is not None:
-            parsed.json.write_text(json.dumps(calibration.summary()) + "\n", encoding="utf-8")
+            summary = json.dumps(calibration.summary())
+            parsed.json.write_text(summary + "\n", encoding="utf-8")
         if parsed.plot is not None:
             plot(calibration, parsed.plot)
     except (ConfigError, ModelError, ImportError, OSError) as error:
@@ -76,16 +82,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def profile(config: Config, quick: bool, seed: int, build: Builder) -> Calibration:
-    """Load, compile, measure, fit."""
+def profile(config: Config, quick: bool, seed: int, build: Builder) -> tuple[Calibration, str]:
+    """Load, compile, divide the multiprocessors, measure, fit. Returns also what to say of
+    `decode_sms`."""
     bar = ProgressBar()
+    # What an earlier profile found must not count as set, and it need not be there.
+    config = Config.from_flat(config, latency_profile=None)
     runner, _ = build(config, bar)
 
-    from conflux_jax.execution.calibration import QUICK, Effort, calibrate
+    from conflux_jax.execution.calibration import QUICK, Effort, calibrate, draw_workloads
+    from conflux_jax.execution.sms_search import choose_decode_sms, mixed_shapes, why_no_search
 
     max_tokens = config.scheduler.max_num_batched_tokens
     effort = QUICK if quick else Effort()
-    return calibrate(runner, max_tokens, effort, seed, lambda *steps: bar("profile", *steps))
+    mixed = mixed_shapes(draw_workloads(runner, max_tokens, effort, seed))
+    platform, configured = runner.mesh.devices.flat[0].platform, config.execution.decode_sms
+    if reason := why_no_search(platform, runner.attention, configured, mixed):
+        choice = f"decode_sms: not looked for: {reason}"
+    else:
+        progress = partial(bar, "divide")
+        choice = str(choose_decode_sms(runner, mixed, effort.repeats, seed, progress))
+        runner.warm_up(partial(bar, "compile"))
+    return calibrate(runner, max_tokens, effort, seed, partial(bar, "profile")), choice
 
 
 def default_name(identity: Identity) -> str:

@@ -63,10 +63,11 @@ class ExecutionConfig:
         "page_tokens allow)",
         choices=("pallas", "triton", "xla"),
     )
-    decode_sms: int = _setting(
-        64,
+    decode_sms: int | None = _setting(
+        None,
         "multiprocessors of a GPU that decode attention has to itself while prefill attention, "
-        "with the others, runs beside it",
+        "with the others, runs beside it (default: what calibrate found, if latency_profile has "
+        "it; else 64, which is a guess)",
         low=1,
         high=131,
     )
@@ -80,6 +81,12 @@ class ExecutionConfig:
         "linear layers: decode and prefill rows as one batch, or one after the other",
         choices=("together", "apart"),
     )
+    stall_s: float = _setting(
+        30.0,
+        "seconds without progress after which the engine gives up; in effect never less than ten "
+        "times its longest iteration",
+        low=0.1,
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ class CacheConfig:
         low=1,
     )
     gpu_memory_fraction: float = _setting(
-        0.9, "share of a GPU's memory for weights and KV", low=0.05, high=1.0
+        0.9, "share of a GPU's memory for weights, KV and what slots need", low=0.05, high=1.0
     )
     compilation_cache_dir: str | None = _setting(
         None, "folder that keeps compiled programs (default: the user's cache; empty: none)"
@@ -168,8 +175,48 @@ class ServerConfig:
     max_message_mib: int = _setting(
         64, "largest gRPC message or HTTP body in MiB", low=1, high=2047
     )
+    max_unread_tokens: int = _setting(
+        1024,
+        "tokens of one request that may wait for its client to read them, beside what the network "
+        "holds; with more the request ends",
+        low=1,
+    )
+    read_timeout_s: float = _setting(
+        60.0, "seconds that an HTTP client may take to send a request, head and body", low=0.1
+    )
+    write_timeout_s: float = _setting(
+        60.0,
+        "seconds that a client may read nothing of what waits for it; then it is left",
+        low=0.1,
+    )
+    max_streams: int = _setting(
+        4096,
+        "most calls in progress at once, over gRPC and HTTP; more are refused",
+        low=1,
+        high=1_000_000,
+    )
+    tls_cert_file: str | None = _setting(
+        None, "PEM file of the certificate chain to serve with; read again when it changes"
+    )
+    tls_key_file: str | None = _setting(None, "PEM file of its key, without a password")
+    tls_client_ca_file: str | None = _setting(
+        None, "PEM file of authorities; clients must show a certificate of one (mutual TLS)"
+    )
+    auth_token_file: str | None = _setting(
+        None, "file of bearer tokens, one a line; calls must bring one (default: anyone may call)"
+    )
+    log_format: str = _setting("text", "form of the log on stderr", choices=("text", "json"))
+    log_prompts: bool = _setting(False, "log the text of prompts too")
     metrics_prefix: str = _setting(
         "vllm:", "what the metrics that vLLM has too begin with, so that its dashboards find them"
+    )
+    timeline: str | None = _setting(
+        None,
+        "file for the last iterations as a Chrome trace (for Perfetto), written at the end and, by "
+        "serve, at SIGUSR1 (default: none)",
+    )
+    timeline_iterations: int = _setting(
+        2000, "iterations that a timeline has, the last ones", low=1, high=1_000_000
     )
 
 
@@ -206,7 +253,7 @@ class Config:
         """Raises ConfigError that names the file when it cannot be read or has unknown keys."""
         try:
             tree = yaml.safe_load(Path(path).read_text()) or {}
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
             raise ConfigError(f"{path}: {error}") from error
         if not isinstance(tree, Mapping):
             raise ConfigError(f"{path}: must hold sections, got {type(tree).__name__}")
@@ -241,6 +288,14 @@ class Config:
         for section, leaf, kind in _leaves():
             base = _base_type(kind)
             many = typing.get_origin(base) is tuple
+            if base is bool:
+                groups[section].add_argument(
+                    "--" + leaf.name.replace("_", "-"),
+                    action=argparse.BooleanOptionalAction,
+                    default=argparse.SUPPRESS,
+                    help=leaf.metadata["help"].replace("%", "%%"),
+                )
+                continue
             placeholder = {str: "TEXT", float: "X"}.get(base, "N")
             groups[section].add_argument(
                 "--" + leaf.name.replace("_", "-"),
@@ -294,6 +349,8 @@ def _check(leaf: dataclasses.Field, kind: Any, value: Any) -> None:
     accepted = (int, float) if base is float else (base,)
     if not isinstance(value, accepted) or (isinstance(value, bool) and base is not bool):
         raise ConfigError(f"{leaf.name}: must be {base.__name__}, got {value!r}")
+    if isinstance(value, str) and "\0" in value:  # no path, no address and no name has one
+        raise ConfigError(f"{leaf.name}: must have no NUL character, got {value!r}")
     if "choices" in limits and value not in limits["choices"]:
         choices = ", ".join(limits["choices"])
         raise ConfigError(f"{leaf.name}: must be one of {choices}, got {value!r}")

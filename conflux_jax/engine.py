@@ -9,68 +9,43 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from conflux_jax.inbox import Inbox, Unavailable
 from conflux_jax.intake import Intake, Prompt
-from conflux_jax.loop import InFlight, Planner, turn
-from conflux_jax.observer import Observer
-from conflux_jax.plan import Executor, IterationPlan, StepOutput
+from conflux_jax.loop import InFlight, RequestScheduler, turn
+from conflux_jax.measured import Measured, StepFailed
+from conflux_jax.model_info import ModelInfo
+from conflux_jax.observer import Observer, combined
+from conflux_jax.plan import Executor, IterationPlan
 from conflux_jax.request import (
     FinishReason,
-    InvalidRequest,
+    IdInUse,
     QueueFull,
     Request,
     SamplingParams,
     TokenEvent,
 )
-from conflux_jax.streams import Mailbox, OutputStream, wake
+from conflux_jax.scheduler.estimate import Estimate, check_deadline
+from conflux_jax.streams import Mailbox, OutputStream, StreamMaker, wake
 from conflux_jax.text import TextCodec, TextStream
+from conflux_jax.watchdog import Watchdog
 
-STALL_LIMIT_S = 60.0  # no turn after warm-up takes this long; one that does hangs
+STALL_LIMIT_S = 30.0
 STOP_GRACE_S = 5.0  # longer than any turn of an engine that does not hang
+MAX_FAILURES_IN_A_ROW = 3  # steps; an engine that fails so often is of no use
+
+logger = logging.getLogger(__name__)
 
 
 class EngineFailed(RuntimeError):
-    """An accepted request ended because the engine failed, not because of the request."""
-
-
-@runtime_checkable
-class RequestScheduler(Planner, Protocol):
-    """What the engine needs of `scheduler.Scheduler`."""
-
-    def add(self, request: Request) -> None: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def finish(self, request_id: str, reason: FinishReason) -> Any: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def load(self) -> Any: ...
-
-    def output_limit(self, prompt_tokens: int, max_tokens: int | None) -> int: ...
-
-
-@dataclass(frozen=True)
-class ModelInfo:
-    """What clients may know of the model, and of the mesh and the KV pool that it runs in."""
-
-    name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: tuple[int, ...] = ()
-    dtype: str = "bfloat16"
-    sp: int = 1
-    tp: int = 1
-    page_tokens: int = 0
-    num_pages: int = 0  # per group
+    """An accepted request ended because the engine failed, or failed at it."""
 
 
 class _State(enum.Enum):
@@ -87,8 +62,12 @@ class Engine:
     """Accepts requests from any thread and streams their output.
 
     `on_plan(plan, elapsed_s)` is called on the engine's thread after each iteration, in order: with
-    the requests' arrivals it is the record that a replay needs. `stall_limit_s`: a turn that takes
-    longer makes the engine unhealthy and ends every stream with an error; idle is not stalled.
+    the requests' arrivals it is the record that a replay needs. `stall_limit_s`: see `Watchdog`;
+    when it has passed, every stream ends with an error and the engine stays down.
+
+    A step that fails takes what lies on the devices with it, for they were given the buffers to
+    write in. Where the executor can make them anew (`reset`), only the requests of that step end
+    with an error; others that had been admitted are computed again. Else the engine is down.
     """
 
     def __init__(
@@ -105,12 +84,13 @@ class Engine:
         self.info = info
         self.tokenizer = tokenizer
         self._scheduler = scheduler
-        self._executor = _Measured(executor, on_plan)
+        self._executor = Measured(executor, on_plan)
+        self._observers: tuple[Observer, ...] = ()
         self._observer: Observer | None = None
+        self.make_stream: StreamMaker = OutputStream  # for who wants to know how each is read
         self._busy_s = 0.0
         self._close_executor = getattr(executor, "close", None)
         self._clock = clock
-        self._stall_limit_s = stall_limit_s
         self._intake = Intake(
             tokenizer=tokenizer,
             vocab_size=info.vocab_size,
@@ -124,11 +104,16 @@ class Engine:
         self._state = _State.RUNNING
         self._message = ""
         self._state_lock = threading.Lock()
-        self._turn_started_s: float | None = None
+        self._failures = 0  # steps in a row
         self._empty = threading.Event()  # set once no request is left and none can come
-        self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="conflux-engine", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name="conflux-watchdog", daemon=True)
+        self._watchdog = self._executor.watchdog = Watchdog(
+            stall_limit_s,
+            clock,
+            is_alive=self._thread.is_alive,
+            is_excused=lambda: self._executor.is_compiling,
+            on_stall=self._fail,
+        )
         self._thread.start()
         self._watchdog.start()
 
@@ -140,14 +125,20 @@ class Engine:
         params: SamplingParams,
         request_id: str | None = None,
         arrival_s: float | None = None,
+        deadline_s: float = math.inf,
     ) -> Request:
         """Check and tokenise a prompt; queues nothing. May take long for a huge one, so an event
-        loop should call it on a thread. Raises InvalidRequest or OutOfRange."""
-        return self._intake.prepare(prompt, params, request_id, arrival_s)
+        loop should call it on a thread. Raises InvalidRequest or OutOfRange.
 
-    async def submit(self, request: Request) -> OutputStream:
-        """Queue a request. Raises QueueFull, Unavailable, or InvalidRequest for an id in use."""
-        mailbox, stream = self._open(request)
+        deadline_s: on the clock of `now_s`; a request whose first token cannot be there by then is
+        refused when it is queued."""
+        return self._intake.prepare(prompt, params, request_id, arrival_s, deadline_s)
+
+    async def submit(self, request: Request, max_unread: int | None = None) -> OutputStream:
+        """Queue a request. Raises QueueFull, DeadlineUnmet, Unavailable, or IdInUse.
+
+        max_unread: tokens that may wait to be read; one more, and the request ends."""
+        mailbox, stream = self._open(request, max_unread)
         reply = self._inbox.post(lambda: self._admit([mailbox]))
         try:
             await asyncio.wrap_future(reply)
@@ -181,12 +172,36 @@ class Engine:
         return self._inbox.post(lambda: self._end_one(request_id))
 
     def observe(self, observer: Observer) -> None:
-        """Tell `observer` what becomes of iterations and requests from now on."""
-        self._observer = self._executor.observer = observer
+        """Tell `observer` too what becomes of iterations and requests, from now on."""
+        with self._state_lock:
+            self._set_observers((*self._observers, observer))
+
+    def unobserve(self, observer: Observer) -> None:
+        """Tell it no more, but for what is being told at this moment."""
+        with self._state_lock:
+            self._set_observers(tuple(o for o in self._observers if o is not observer))
+
+    def _set_observers(self, observers: tuple[Observer, ...]) -> None:
+        self._observers = observers
+        self._observer = self._executor.observer = combined(observers)
+
+    def snapshot(self, most: int) -> Future[Any]:
+        """`Scheduler.snapshot` as of the next turn."""
+        return self._inbox.post(lambda: self._scheduler.snapshot(most))
+
+    def modelled(self, plan: IterationPlan) -> Any:
+        """`Scheduler.modelled`, for an observer that is told of `plan`."""
+        return self._scheduler.modelled(plan)
 
     def load(self) -> Future[Any]:
         """The scheduler's statistics as of the next turn (`Scheduler.load`)."""
         return self._inbox.post(self._scheduler.load)
+
+    def estimate(self, prompt_tokens: int) -> Future[Estimate | None]:
+        """When a prompt of so many tokens would have its first token, as of the next turn
+        (`Scheduler.estimate`). Raises as `prepare` where there can be no such prompt."""
+        self._scheduler.output_limit(prompt_tokens, None)
+        return self._inbox.post(lambda: self._scheduler.estimate(prompt_tokens))
 
     def stats(self) -> dict[str, float]:
         """Sums since the start, in seconds: `step_s`, the iterations' wall time on the engine's
@@ -210,7 +225,7 @@ class Engine:
 
     @property
     def healthy(self) -> bool:
-        return self._state not in _OVER and not self._stalled()
+        return self._state not in _OVER and not self._watchdog.is_suspect
 
     @property
     def state_message(self) -> str:
@@ -249,9 +264,13 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, request: Request) -> tuple[Mailbox, OutputStream]:
-        mailbox = Mailbox(request, TextStream(self.tokenizer, request.params.stop))
-        return mailbox, OutputStream(mailbox, self._drop)
+    def _open(
+        self, request: Request, max_unread: int | None = None
+    ) -> tuple[Mailbox, OutputStream]:
+        params = request.params
+        decoder = TextStream(self.tokenizer, params.stop, params.min_tokens)
+        mailbox = Mailbox(request, decoder, max_unread)
+        return mailbox, self.make_stream(mailbox, self._drop)
 
     def _drop(self, mailbox: Mailbox) -> None:
         self._inbox.drop(lambda: self._end_one(mailbox.request.request_id, mailbox))
@@ -261,6 +280,8 @@ class Engine:
     def _run(self) -> None:
         try:
             self._turn_until_over()
+        except StepFailed as failure:
+            self._fail(str(failure))
         except BaseException as error:
             self._fail(f"{type(error).__name__}: {error}")
 
@@ -268,33 +289,66 @@ class Engine:
         in_flight: InFlight | None = None
         progress = True
         while True:
-            idle = in_flight is None and not (self._scheduler.has_work and progress)
-            self._inbox.serve(block=idle)
+            waits = in_flight is None and not self._scheduler.has_work
+            if waits:
+                self._watchdog.idle()
+            elif progress:  # otherwise work is stuck, and the watchdog's time runs on
+                self._watchdog.busy()
+            blocked = in_flight is None and not (self._scheduler.has_work and progress)
+            self._inbox.serve(block=blocked, woken=self._watchdog.woken)
             if self._state in _OVER:
                 break
             if in_flight is None and not self._scheduler.has_work:
-                progress, self._turn_started_s = True, None
+                progress = True
                 continue
-            if progress:  # otherwise work is stuck, and the watchdog's time runs on
-                self._turn_started_s = self._clock()
             started_s = time.perf_counter()
             previous = in_flight
-            in_flight, events = turn(self._scheduler, self._executor, self._clock, previous)
+            try:
+                in_flight, events = turn(self._scheduler, self._executor, self._clock, previous)
+            except StepFailed as failure:
+                in_flight, progress = None, True
+                self._recover(failure, previous)
+                continue
             progress = in_flight is not None or previous is not None
-            if progress:
-                self._turn_started_s = None
+            self._failures = 0 if previous is not None else self._failures
             self._deliver(events)
             self._busy_s += time.perf_counter() - started_s
         if in_flight is not None:  # the device still works in buffers that are to be freed
             self._executor.collect(in_flight.ticket)
 
+    def _recover(self, failure: StepFailed, previous: InFlight | None) -> None:
+        """Go on without the failed step's requests. Raises the failure where that cannot be."""
+        self._failures += 1
+        reset = self._executor.reset
+        if reset is None or self._failures >= MAX_FAILURES_IN_A_ROW:
+            raise failure
+        if failure.in_launch and previous is not None:  # that one may be through
+            with contextlib.suppress(StepFailed):
+                output = self._executor.collect(previous.ticket)
+                self._deliver(self._scheduler.commit(previous.plan, output, self._clock()))
+        lost = self._scheduler.lose_device_state()
+        logger.error("a step failed, and %d requests with it: %s", len(lost), failure)
+        reset()
+        ended = [mailbox for name in lost if (mailbox := self._live.pop(name, None)) is not None]
+        for mailbox in ended:
+            message = f"request {mailbox.request.request_id}: a step of it failed: {failure}"
+            self._end(mailbox, FinishReason.ERROR, message)
+        wake(ended)
+        self._note_empty()
+
     def _deliver(self, events: list[TokenEvent]) -> None:
         now = self._clock()
         touched: list[Mailbox] = []
+        ended: list[Mailbox] = []  # without a token
         reasons: list[FinishReason | None] = []
         for event in events:
             mailbox = self._live.get(event.request_id)
             if mailbox is None:  # ended here already: the token that a late stop costs
+                continue
+            if event.token_id is None and event.finish_reason is not None:
+                self._live.pop(event.request_id, None)
+                self._end(mailbox, event.finish_reason, event.message)
+                ended.append(mailbox)
                 continue
             touched.append(mailbox)
             reason = mailbox.put(event, now)
@@ -306,7 +360,7 @@ class Engine:
                 self._scheduler.finish(event.request_id, reason)
         if self._observer is not None:
             self._observer.delivered([mailbox.request for mailbox in touched], reasons, now)
-        wake(touched)
+        wake([*touched, *ended])
         self._note_empty()
 
     def _admit(self, mailboxes: list[Mailbox]) -> int:
@@ -318,7 +372,8 @@ class Engine:
                 if self._state is not _State.RUNNING:
                     raise Unavailable(self._message)
                 if request_id in self._live:
-                    raise InvalidRequest("request_id", f"{request_id!r} is in use")
+                    raise IdInUse("request_id", f"{request_id!r} is in use")
+                check_deadline(mailbox.request, self._clock(), self._scheduler.least_s)
                 self._scheduler.add(mailbox.request)
                 self._live[request_id] = mailbox
                 taken.append(mailbox)
@@ -359,8 +414,12 @@ class Engine:
 
     def _end(self, mailbox: Mailbox, reason: FinishReason, message: str) -> None:
         mailbox.end(reason, message, self._clock())
-        if self._observer is not None:
+        if self._observer is None:
+            return
+        try:
             self._observer.ended(mailbox.request, reason)
+        except Exception:  # it may be why the engine fails, of which the others must hear
+            logger.exception("the observer failed")
 
     def _note_empty(self) -> None:
         if self._state is not _State.RUNNING and not self._live:
@@ -375,48 +434,12 @@ class Engine:
                 return False
             self._state, self._message = state, message
         if state in _OVER:
-            self._over.set()
+            self._watchdog.stop()
         return True
 
     def _fail(self, message: str) -> None:
         message = f"the engine failed: {message}"
         if self._enter(_State.FAILED, message):
+            logger.error("%s", message)
             self._end_all(FinishReason.ERROR, message, release=False)
             self._inbox.close(message)
-
-    def _stalled(self) -> bool:
-        started_s = self._turn_started_s
-        return started_s is not None and self._clock() - started_s > self._stall_limit_s
-
-    def _watch(self) -> None:
-        while not self._over.wait(self._stall_limit_s / 4):
-            if self._stalled():
-                self._fail(f"no progress for {self._stall_limit_s:g} s")
-
-
-class _Measured:
-    """An executor that times the waits for the device and reports each plan's measured seconds."""
-
-    def __init__(self, executor: Executor, on_plan: Callable[[IterationPlan, float], None] | None):
-        self._executor = executor
-        self._on_plan = on_plan
-        self.observer: Observer | None = None
-        self.waited_s = 0.0
-        self.num_collected = 0
-
-    def launch(self, plan: IterationPlan) -> Any:
-        if self.observer is not None:
-            self.observer.launched(plan)
-        return plan, self._executor.launch(plan)
-
-    def collect(self, ticket: Any) -> StepOutput:
-        plan, inner = ticket
-        started_s = time.perf_counter()
-        output = self._executor.collect(inner)
-        self.waited_s += time.perf_counter() - started_s
-        self.num_collected += 1
-        if self._on_plan is not None:
-            self._on_plan(plan, output.elapsed_s)
-        if self.observer is not None:
-            self.observer.collected(plan, output.elapsed_s)
-        return output

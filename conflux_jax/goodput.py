@@ -6,6 +6,9 @@ ContextTokens, GeneratedTokens), in order of arrival. Slices of it are replayed 
 requests of one time are spread up to the next time. The other systems run with the best of a short
 list of settings, found on the first minutes of the first slice. With --results, what was found is
 kept, and is not looked for again.
+
+The defaults (all systems, each in its own order, three slices of five minutes) are meant to be done
+within 15 minutes on two cores; time is in proportion to the slices and to their minutes.
 """
 
 from __future__ import annotations
@@ -36,7 +39,7 @@ from conflux_jax.simulation.hardware import load_hardware
 from conflux_jax.simulation.systems import SYSTEMS
 from conflux_jax.simulation.traces import TraceError
 
-MINUTES, SLICES = 10.0, 3
+MINUTES, SLICES = 5.0, 3  # what they take: docs/simulation.md
 CURVE = (1.1, 1.25)  # times the goodput: rates of the plots beyond it
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 

@@ -40,11 +40,13 @@ class Inbox:
         """Run `action` soon, if anyone still serves. Safe at any point of any thread."""
         self._commands.put(_Command(action, Future()))
 
-    def serve(self, block: bool) -> None:
-        """Run all that was posted; with `block`, wait for something to be."""
+    def serve(self, block: bool, woken: Callable[[], None]) -> None:
+        """Run all that was posted; with `block`, wait for something to be, and call `woken`."""
         with contextlib.suppress(queue.Empty):
             while True:
                 command = self._commands.get(block=block)
+                if block:
+                    woken()
                 block = False
                 if not command.reply.set_running_or_notify_cancel():
                     continue  # its poster has given up

@@ -14,8 +14,16 @@ from conflux_jax.config import Config
 from conflux_jax.engine import Engine, EngineFailed
 from conflux_jax.intake import Chat, Prompt
 from conflux_jax.progress import ProgressBar
-from conflux_jax.request import FinishReason, Logprobs, QueueFull, Request, SamplingParams
+from conflux_jax.request import (
+    FinishReason,
+    Logprobs,
+    PromptLogprobs,
+    QueueFull,
+    Request,
+    SamplingParams,
+)
 from conflux_jax.streams import OutputDelta, OutputStream
+from conflux_jax.timeline import TimelineFile, check_path
 
 Message = Mapping[str, Any]
 SUBMIT_AT_ONCE = 256
@@ -24,8 +32,9 @@ SUBMIT_AT_ONCE = 256
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request. Times are in seconds after `generate` was called, at which the token
-    reached the host; `ttft_s` is the first of them. `logprobs` is None where not asked for.
-    `token_ids` ends with the EOS token where one ended it; `text` has no text of it."""
+    reached the host; `ttft_s` is the first of them. `logprobs` and `prompt_logprobs` are None where
+    not asked for. `token_ids` ends with the EOS or stop token where one ended it; `text` has no
+    text of it."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -35,6 +44,7 @@ class RequestOutput:
     ttft_s: float
     token_times_s: tuple[float, ...]
     logprobs: tuple[Logprobs, ...] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class LLM:
@@ -44,8 +54,11 @@ class LLM:
     `python -m conflux_jax.convert` made of one; `config` any field of the config tree
     (`page_tokens=32`, `max_num_batched_tokens=1024`). On a CPU, JAX is asked for `sp * tp` virtual
     devices. `progress(stage, done, total)` is told of loading and compiling, which takes minutes
-    the first time; by default a bar on stderr. Raises ConfigError or ModelError.
+    the first time; by default a bar on stderr. With `timeline="file.json"`, `close` leaves a Chrome
+    trace of the last iterations. Raises ConfigError or ModelError.
     """
+
+    _timeline: TimelineFile | None = None
 
     def __init__(
         self,
@@ -61,7 +74,13 @@ class LLM:
         settings = Config.from_flat(
             model=str(model), sp=sp, tp=tp, dtype=dtype, max_model_len=max_model_len, **config
         )
+        timeline = settings.server.timeline
+        if timeline is not None:
+            check_path(timeline)
         self._engine = build_engine(settings, progress or ProgressBar())
+        if timeline is not None:
+            most = settings.server.timeline_iterations
+            self._timeline = TimelineFile(timeline, most, self._engine)
 
     @classmethod
     def over(cls, engine: Engine) -> LLM:
@@ -97,8 +116,12 @@ class LLM:
         return self._run([Chat(conversation) for conversation in conversations], params)
 
     def close(self) -> None:
-        """Stop the engine and free its devices' memory."""
+        """Stop the engine and free its devices' memory. Raises OSError for a timeline that cannot
+        be written."""
         self._engine.close()
+        timeline, self._timeline = self._timeline, None
+        if timeline is not None:
+            timeline.write()
 
     def __enter__(self) -> LLM:
         return self
@@ -159,6 +182,7 @@ def _output(request: Request, delta: OutputDelta) -> RequestOutput:
         ttft_s=delta.times_s[0] if delta.times_s else float("nan"),
         token_times_s=delta.times_s,
         logprobs=None if request.params.logprobs is None else delta.logprobs,
+        prompt_logprobs=delta.prompt_logprobs,
     )
 
 

@@ -7,12 +7,11 @@ that a stop is seen one iteration late, which costs one discarded token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from conflux_jax.plan import Executor, IterationPlan, StepOutput
-from conflux_jax.request import TokenEvent
+from conflux_jax.request import FinishReason, Request, TokenEvent
 
 
 @runtime_checkable
@@ -24,8 +23,35 @@ class Planner(Protocol):
     def commit(self, plan: IterationPlan, output: StepOutput, now: float) -> list[TokenEvent]: ...
 
 
-@dataclass(frozen=True)
-class InFlight:
+@runtime_checkable
+class RequestScheduler(Planner, Protocol):
+    """What the engine needs of `scheduler.Scheduler`."""
+
+    def add(self, request: Request) -> None: ...
+
+    def cancel(self, request_id: str) -> bool: ...
+
+    def finish(self, request_id: str, reason: FinishReason) -> Any: ...
+
+    def lose_device_state(self) -> Sequence[str]: ...
+
+    @property
+    def has_work(self) -> bool: ...
+
+    def load(self) -> Any: ...
+
+    def snapshot(self, most: int) -> Any: ...
+
+    def modelled(self, plan: IterationPlan) -> Any: ...
+
+    def estimate(self, prompt_tokens: int) -> Any: ...
+
+    def least_s(self, prompt_tokens: int) -> float: ...
+
+    def output_limit(self, prompt_tokens: int, max_tokens: int | None) -> int: ...
+
+
+class InFlight(NamedTuple):
     plan: IterationPlan
     ticket: Any
 

@@ -13,12 +13,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-from conflux_jax.request import Logprobs, Request
+from conflux_jax.request import Logprobs, PromptLogprobs, Request
 
+NO_TOKEN = -1  # in the place of a token whose logits were not finite
 type Pages = array[int]  # numbers of pages, int32 ("i"); not to be written to once in a plan
 
 
@@ -77,8 +78,7 @@ class PoolGeometry:
         return low
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Bucket:
+class Bucket(NamedTuple):
     """The static shape that an iteration runs in; one compiled program each.
 
     rows: packed token rows per group. decode_rows: rows among them that may be decodes (0: none).
@@ -91,8 +91,7 @@ class Bucket:
     handoff: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Admission:
+class Admission(NamedTuple):
     """A request takes a slot. `token_ids` is its prompt, plus what it had generated before a
     preemption. `prefill_pages[pool]` are the pages for all of it in prefill layout, in each group
     (`PoolGeometry.pool_of`)."""
@@ -103,8 +102,7 @@ class Admission:
     prefill_pages: tuple[Pages, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """A request gets its decode group and pages there for the tokens it has (decode layout).
     Where nothing is handed over these are its prefill pages."""
 
@@ -124,31 +122,42 @@ class DecodeRow:
     new_page: int = -1
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class DecodeRows:
     """The decode tokens of one group, one column a field: thousands of rows are a few arrays.
 
-    Iterates over its rows as `DecodeRow`s. slots, positions, new_pages: int32 arrays [rows], not to
-    be written to.
+    Iterates over its rows as `DecodeRow`s. columns: int32 array [3, rows] of slots, positions and
+    new pages, not to be written to. From one plan to the next, `request_ids` is the same object
+    only where the same rows go on, each by one token.
     """
 
-    request_ids: tuple[str, ...]
-    slots: np.ndarray
-    positions: np.ndarray
-    new_pages: np.ndarray
+    __slots__ = ("columns", "request_ids")
+
+    def __init__(self, request_ids: tuple[str, ...], columns: np.ndarray):
+        self.request_ids, self.columns = request_ids, columns
 
     @classmethod
     def of(cls, rows: Sequence[DecodeRow] = ()) -> DecodeRows:
         numbers = [(row.slot, row.position, row.new_page) for row in rows]
         columns = np.array(numbers, np.int32).reshape(-1, 3).T
-        return cls(tuple(row.request_id for row in rows), *columns)
+        return cls(tuple(row.request_id for row in rows), columns)
+
+    @property
+    def slots(self) -> np.ndarray:
+        return self.columns[0]
+
+    @property
+    def positions(self) -> np.ndarray:
+        return self.columns[1]
+
+    @property
+    def new_pages(self) -> np.ndarray:
+        return self.columns[2]
 
     def __len__(self) -> int:
         return len(self.request_ids)
 
     def __iter__(self) -> Iterator[DecodeRow]:
-        columns = (column.tolist() for column in (self.slots, self.positions, self.new_pages))
-        return map(DecodeRow, self.request_ids, *columns)
+        return map(DecodeRow, self.request_ids, *self.columns.tolist())
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, DecodeRows) and list(self) == list(other)
@@ -157,8 +166,7 @@ class DecodeRows:
         return hash(self.request_ids)
 
 
-@dataclass(frozen=True, slots=True)
-class PrefillChunk:
+class PrefillChunk(NamedTuple):
     """Tokens `start .. start+length` of a slot's `token_ids`. The chunks of a plan, laid end to end
     in order, are cut into the groups' `prefill_shares`. The last chunk of a prompt samples."""
 
@@ -169,8 +177,7 @@ class PrefillChunk:
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Handoff:
+class Handoff(NamedTuple):
     """Decode pages `first_page .. first_page+num_pages` of a slot's placement are filled from the
     head-sharded prefill pages (and from this iteration's chunk). `num_tokens` is the request's
     length, which ends the last page."""
@@ -182,12 +189,12 @@ class Handoff:
     num_tokens: int
 
 
-@dataclass(frozen=True)
-class IterationPlan:
+class IterationPlan(NamedTuple):
     """Everything that one iteration does.
 
     decodes[group] are the rows of that group in order; prefill_shares[group] is how many of the
-    chunks' tokens it takes, on the rows after its decodes.
+    chunks' tokens it takes, on the rows after its decodes. level: rows that a group may have, C of
+    the waterfill; 0 where prefill is held back. prefill_room: prefill tokens that fit below it.
     """
 
     iteration: int
@@ -199,6 +206,8 @@ class IterationPlan:
     admissions: tuple[Admission, ...] = ()
     placements: tuple[Placement, ...] = ()
     predicted_s: float = 0.0
+    level: int = 0
+    prefill_room: int = 0
 
     @property
     def samples(self) -> tuple[str, ...]:
@@ -215,18 +224,26 @@ class IterationPlan:
 class StepOutput:
     """What came back from the device, in the order of `IterationPlan.samples`.
 
-    token_ids: int array [samples]. elapsed_s: from the launch, or from the end of the iteration
-    before where that was later. logprobs: by request id, for those that asked.
+    token_ids: int array [samples], NO_TOKEN where there was none to choose. elapsed_s: from the
+    launch, or from the end of the iteration before where that was later. logprobs: by request id,
+    for those that asked. prompt_logprobs: the same, of those tokens whose predecessor this
+    iteration's chunks had.
     """
 
     token_ids: np.ndarray
     elapsed_s: float
     logprobs: dict[str, Logprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, PromptLogprobs] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Runs plans in order. `launch` returns at once where it can; `collect` waits."""
+    """Runs plans in order. `launch` returns at once where it can; `collect` waits.
+
+    Either may raise, after which no other plan is known to run, unless it has a method `reset()`:
+    then plans that begin with admissions do. `close()` frees what it holds, where it has that.
+    `is_compiling`: whether `launch` waits for a program to be made, for those that may.
+    """
 
     def launch(self, plan: IterationPlan) -> Any: ...
 

@@ -32,7 +32,7 @@ from conflux_jax.simulation.systems import SYSTEMS
 from conflux_jax.simulation.targets import Targets, scaled_targets
 from conflux_jax.simulation.timeline import Timeline
 from conflux_jax.simulation.traces import TraceError, read_trace
-from conflux_jax.simulation.workload import at_rate, simulated, slice_minutes
+from conflux_jax.simulation.workload import at_rate, simulated, slice_minutes, spread
 
 MODEL, HARDWARE, NUM_GPUS, TBT_MS = "qwen3-14b", "h100", 4, 100.0
 ORDERINGS = ("deadline", "fcfs", "srpf")
@@ -96,6 +96,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="of the trace: its first N, or those from A to B (default: all)",
     )
     add(
+        "--spread",
+        action="store_true",
+        help="requests of one time up to the next time, as `goodput` does: Mooncake's traces have "
+        "a clock of 3 s",
+    )
+    add(
         "--set",
         type=_setting,
         action="append",
@@ -112,7 +118,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MS",
         help="milliseconds between two tokens (default: %(default)g)",
     )
-    add("--seed", type=int, default=0, help="of the noise on iterations (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of noise, and of --spread (default: %(default)s)")
     add("--timeline", type=Path, metavar="FILE", help="write Chrome trace JSON, for Perfetto")
     add("--requests", type=Path, metavar="FILE", help="write a line of JSON for each request")
     add("--json", type=Path, metavar="FILE", help="write the summary as flat JSON")
@@ -143,6 +149,8 @@ def load_requests(parsed: argparse.Namespace) -> list[SimulatedRequest]:
     traced = read_trace(parsed.trace)
     try:
         taken = slice_minutes(traced, *parsed.minutes)
+        if parsed.spread:
+            taken = spread(taken, parsed.seed)
         if parsed.rate is not None:
             taken = at_rate(taken, parsed.rate)
     except TraceError as error:
@@ -185,7 +193,7 @@ def run(system: System, requests: Sequence[SimulatedRequest], timeline: Path | N
         stack.callback(gc.unfreeze)
         results = simulate(system, requests, progress(ProgressBar()))
         if writer is not None:
-            writer.count(results)
+            writer.count_requests(results)
     return results
 
 

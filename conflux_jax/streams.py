@@ -2,7 +2,8 @@
 
 Two ends: the engine holds a `Mailbox`, the consumer an `OutputStream`. The engine never waits for
 the consumer: what is not read is kept (at most `max_output_tokens` small events) and read at
-once later. Dropping the stream, at any time and in any way, cancels the request.
+once later. A consumer that others feed has a bound: `max_unread` events, and the request ends.
+Dropping the stream, at any time and in any way, cancels the request.
 
 Text is made where it costs least. A request with stop strings is detokenised on the engine's
 thread, because the engine must end it; every other one by its consumer, off the engine's path.
@@ -15,8 +16,9 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from conflux_jax.request import FinishReason, Logprobs, Request, TokenEvent
+from conflux_jax.request import FinishReason, Logprobs, PromptLogprobs, Request, TokenEvent
 from conflux_jax.text import TextStream
 
 
@@ -26,7 +28,9 @@ class OutputDelta:
 
     `text` may be empty (half a character is held back). `times_s` are the moments that the tokens
     reached the host, in seconds after the request's arrival. `logprobs` has one entry a token, or
-    none where the request did not ask. The last delta has `finish_reason`.
+    none where the request did not ask. The first delta with a token has `prompt_logprobs`, where
+    the request asked for them. The last delta has `finish_reason`. overflowed: that reason is the
+    consumer, who left too much unread.
     """
 
     text: str
@@ -35,10 +39,11 @@ class OutputDelta:
     logprobs: tuple[Logprobs, ...] = ()
     finish_reason: FinishReason | None = None
     message: str = ""
+    prompt_logprobs: PromptLogprobs | None = None
+    overflowed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
+class _Item(NamedTuple):
     event: TokenEvent
     time_s: float
     text: str | None  # None: not detokenised yet
@@ -46,11 +51,15 @@ class _Item:
 
 
 class Mailbox:
-    """The engine's end of a stream. `put` and `end` are the engine's, the rest the reader's."""
+    """The engine's end of a stream. `put` and `end` are the engine's, the rest the reader's.
 
-    def __init__(self, request: Request, decoder: TextStream):
+    max_unread: events that it holds at the most; None: as many as there are."""
+
+    def __init__(self, request: Request, decoder: TextStream, max_unread: int | None = None):
         self.request = request
         self._decoder = decoder
+        self._max_unread = max_unread
+        self._overflowed = False
         self._eager = bool(request.params.stop)
         self._condition = threading.Condition()
         self._items: list[_Item] = []
@@ -60,7 +69,13 @@ class Mailbox:
 
     def put(self, event: TokenEvent, now: float) -> FinishReason | None:
         """Add an event; returns why the request is over, if it is. A stop string that this token
-        completes is such a reason, one that the scheduler does not know of yet."""
+        completes is such a reason, one that the scheduler does not know of yet; a reader that
+        falls behind is another."""
+        most = self._max_unread
+        if event.finish_reason is None and most is not None and len(self._items) + 1 >= most:
+            self._overflowed = True
+            message = f"max_unread_tokens: {most} tokens were left unread, and no more are kept"
+            event = event._replace(finish_reason=FinishReason.ABORT, message=message)
         text, reason = (None, event.finish_reason)
         if self._eager:
             text, reason = self._render(event)
@@ -110,23 +125,36 @@ class Mailbox:
             items, self._items = self._items, []
         if not items:
             return None
-        rendered = [
-            self._render(item.event) if item.text is None else (item.text, item.finish_reason)
-            for item in items
-        ]
-        tokens = [item for item in items if item.event.token_id is not None]
-        logprobs = (item.event.logprobs for item in tokens)
+        text, reason, of_prompt = "", None, None
+        token_ids: list[int] = []
+        times_s: list[float] = []
+        logprobs: list[Logprobs] = []
+        for item in items:  # one loop, for this is done for every token
+            event, piece, reason = item.event, item.text, item.finish_reason
+            if piece is None:
+                piece, reason = self._render(event)
+            text += piece
+            if event.token_id is None:
+                continue
+            token_ids.append(event.token_id)
+            times_s.append(item.time_s)
+            if event.logprobs is not None:
+                logprobs.append(event.logprobs)
+            if of_prompt is None:
+                of_prompt = event.prompt_logprobs
         return OutputDelta(
-            text="".join(text for text, _ in rendered),
-            token_ids=tuple(t.event.token_id for t in tokens if t.event.token_id is not None),
-            times_s=tuple(item.time_s for item in tokens),
-            logprobs=tuple(entry for entry in logprobs if entry is not None),
-            finish_reason=rendered[-1][1],
+            text=text,
+            token_ids=tuple(token_ids),
+            times_s=tuple(times_s),
+            logprobs=tuple(logprobs),
+            finish_reason=reason,
             message=items[-1].event.message,
+            overflowed=self._overflowed and reason is FinishReason.ABORT,
+            prompt_logprobs=of_prompt,
         )
 
     def _render(self, event: TokenEvent) -> tuple[str, FinishReason | None]:
-        """Text of one event. The EOS token that ends a request has none."""
+        """Text of one event. The EOS or stop token that ends a request has none."""
         reason, text = event.finish_reason, ""
         if event.token_id is not None and reason is not FinishReason.STOP:
             text, stopped = self._decoder.push(event.token_id)
@@ -214,6 +242,9 @@ class OutputStream:
     def __del__(self) -> None:
         # Only a reentrant queue is touched here: the collector may run at any point of any thread.
         self.close()
+
+
+StreamMaker = Callable[[Mailbox, Callable[[Mailbox], object]], OutputStream]  # OutputStream is one
 
 
 def wake(mailboxes: Iterable[Mailbox]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ class TextCodec:
     """
 
     def __init__(self, parts: TokenizerParts):
+        self._parts = parts
         self._tokenizer = parts.tokenizer
         self._spelling = parts.spelling
         self._template = ChatTemplate(parts.chat_template, parts.special_tokens)
@@ -62,7 +64,10 @@ class TextCodec:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("prompt", f"is not valid Unicode: {error.reason}") from error
-        ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Not `encode`, which keeps every other thread of Python waiting until it is done: seconds
+        # for a long prompt, in which no stream would have a token.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids = found.ids
         if add_special_tokens and len(ids) > 1 and ids[0] == ids[1] == self.bos_token_id:
             return ids[1:]
         return ids
@@ -92,6 +97,19 @@ class TextCodec:
         """The conversation as tokens. The template alone decides on a BOS token."""
         text = self.render_chat(messages, add_generation_prompt)
         return self.encode(text, add_special_tokens=False)
+
+    def as_files(self) -> dict[str, str]:
+        """The tokenizer as Hugging Face's files, by name, wherever it was read from. Slow."""
+        settings: dict[str, Any] = {
+            **self._parts.special_tokens,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+        }
+        if self._parts.chat_template is not None:
+            settings["chat_template"] = self._parts.chat_template
+        return {
+            "tokenizer.json": self._tokenizer.to_str(),
+            "tokenizer_config.json": json.dumps(settings, ensure_ascii=False, indent=1),
+        }
 
     def is_special(self, token_id: int) -> bool:
         """Whether it is a control token, which has no place in the text of an answer."""
@@ -153,13 +171,15 @@ class TextStream:
 
     Text that may turn out to be the start of a stop string is held back until it is decided. The
     stop string that is complete first counts (of several that end together, the longest), so the
-    outcome does not depend on how tokens cut the text.
+    outcome does not depend on how tokens cut the text. The text of the first `min_tokens` tokens is
+    not looked at.
     """
 
-    def __init__(self, tokenizer: TextCodec, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: TextCodec, stop: Sequence[str] = (), min_tokens: int = 0):
         self._detokenizer = IncrementalDetokenizer(tokenizer, continuation=True)
         self._matchers = [_Matcher(text) for text in stop]
         self._held = ""
+        self._unsearched = min_tokens  # tokens
         self._stopped = False
 
     def push(self, token_id: int) -> tuple[str, bool]:
@@ -167,7 +187,11 @@ class TextStream:
         itself is not part of the text, and after it nothing more comes."""
         if self._stopped:
             return "", True
-        return self._feed(self._detokenizer.push(token_id))
+        text = self._detokenizer.push(token_id)
+        if self._unsearched:
+            self._unsearched -= 1
+            return text, False
+        return self._feed(text)
 
     def finish(self) -> str:
         """What was held back, at the end of an answer that no stop string ended."""
@@ -196,20 +220,23 @@ class _Matcher:
     """Looks for one string in text that arrives a character at a time (Knuth, Morris, Pratt).
 
     `matched` is the length of the longest end of the text so far that starts the string: what
-    must be held back. Constant cost a character, whatever the string.
+    must be held back. Constant cost a character, whatever the string, and none before: a call of
+    128 choices with sixteen long strings has thousands of these, made while others wait.
     """
 
     def __init__(self, pattern: str):
         self._pattern = pattern
         self.length = len(pattern)
         self.matched = 0
-        self._fallback = [0] * len(pattern)  # the same, of the pattern's own first i+1 characters
-        for i in range(1, len(pattern)):
-            self._fallback[i] = self._step(self._fallback[i - 1], pattern[i])
+        # The same, of the pattern's own first i+1 characters; as many as have been matched once.
+        self._fallback = [0]
 
     def advance(self, character: str) -> bool:
         """Whether the string is now complete; it must not be advanced after that."""
         self.matched = self._step(self.matched, character)
+        if self.matched > len(self._fallback):  # by one
+            last = self._pattern[self.matched - 1]
+            self._fallback.append(self._step(self._fallback[-1], last))
         return self.matched == self.length
 
     def _step(self, matched: int, character: str) -> int:

@@ -3,6 +3,9 @@
 Trip counts follow the real lengths, so padding costs next to nothing, and no `[tokens, context]`
 score matrix exists. Scores and sums are float32 whatever the inputs. Any device runs it; the GPU
 kernels are checked against it.
+
+What is masked has weight 0, whatever its keys are, but its values must be finite: 0 times what is
+no number is none either.
 """
 
 from __future__ import annotations
@@ -167,8 +170,8 @@ def prefill_attention(
             values = lax.dynamic_slice_in_dim(v_heads, at, block_keys, axis=1)
             scores = _einsum("kqd,ktd->kqt", q_block, keys)
             query = jnp.repeat(first + jnp.arange(block), q_per_kv)
-            seen = at + jnp.arange(block_keys)[None] <= query[:, None]
-            return softmax.add(jnp.where(seen, scores, NEG_INF), values)
+            key = at + jnp.arange(block_keys)
+            return softmax.add(jnp.where(key <= query[:, None], scores, NEG_INF), values)
 
         softmax = lax.fori_loop(0, _ceil_div(last - start, block_keys), own, softmax)
         result = softmax.result().reshape(kv_heads, block, q_per_kv, head_dim)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,11 +30,12 @@ from pallas_kernels.prefill_attention import (
     PRODUCER_REGISTERS,
     PrefillTuning,
     check_prefill,
+    merge_divided_keys,
     prefill_operands,
     prefill_shape,
 )
-from pallas_kernels.prefill_kernel import CONSUMERS, PrefillRefs, PrefillShape, prefill_scratch
-from pallas_kernels.prefill_plan import BLOCK_QUERIES, PrefillPlan
+from pallas_kernels.prefill_memory import CONSUMERS, PrefillRefs, PrefillShape, prefill_scratch
+from pallas_kernels.prefill_plan import PrefillPlan
 from pallas_kernels.work_queue import Listener, Queue, queue_barriers, queue_words, slots_and_box
 
 STRETCHES = 4  # of decode work for each program, so that none is long when the others are done
@@ -85,9 +85,9 @@ class MixedShape:
         return self.decode.interpretable
 
 
-def num_counters(stretches: int) -> int:
-    """Length of `mixed_attention`'s counters."""
-    return 2 + stretches
+def num_counters(stretches: int, prefill_tickets: int) -> int:
+    """Length of `mixed_attention`'s counters. prefill_tickets: `num_tickets` of its plan."""
+    return 2 + stretches + prefill_tickets
 
 
 def mixed_attention(
@@ -108,7 +108,7 @@ def mixed_attention(
     queues: int32 zeros, `num_counters` of them, in memory of their own, in which the kernel counts
     and which it leaves as they were; where interpretable, instead who takes what: for decode's
     stretches and for prefill's units (items times query heads) what each program gets one after the
-    other, everything once, then their number. Then a second launch merges decode's results.
+    other, everything once, then their number. Then further launches merge both sides' results.
     Raises ValueError that names the argument that breaks a limit.
     """
     check_pool(pool, shape.kv_heads)
@@ -123,16 +123,13 @@ def mixed_attention(
         programs,
         decode_sms,
     )
-    blocks = prefill.plan.items.shape[0] * BLOCK_QUERIES
+    expected = num_counters(shape.programs, mixed.prefill.half_parts)
+    if not shape.interpretable and queues.shape != (expected,):
+        raise ValueError(f"queues: must be {expected} counters, got {queues.shape}")
     decode_types, part_types = result_types(mixed.decode)
-    tokens, q_heads, head_dim = mixed.prefill.tokens, mixed.prefill.q_heads, pool.shape[4]
-    prefill_types = (
-        jax.ShapeDtypeStruct((tokens, q_heads, head_dim), jnp.bfloat16),
-        jax.ShapeDtypeStruct((q_heads, blocks), jnp.float32),
-    )
     launch = plgpu.kernel(
         partial(_mixed_kernel, mixed, pool.shape),
-        out_type=(*decode_types, *part_types, *prefill_types),
+        out_type=(*decode_types, *part_types, *mixed.prefill.result_types),
         scratch_types=_scratch(mixed),
         grid=(programs,),
         grid_names=("program",),
@@ -144,14 +141,18 @@ def mixed_attention(
     rows = decode.q, decode.new_k, decode.new_v
     operands = prefill_operands(prefill.qkv, pool, layer, prefill.plan)
     results = launch(queues, decode.plan, decode.context_lens, decode.page_table, *rows, *operands)
-    out, lse, parts, part_lse, prefill_out, prefill_lse = results
+    out, lse, parts, part_lse, *prefill_results = results
     if shape.interpretable:
         out, lse = merge_divided(
             mixed.decode, decode.plan, decode.context_lens, out, lse, parts, part_lse
         )
+    if shape.interpretable and mixed.prefill.parts:
+        prefill_results = merge_divided_keys(
+            mixed.prefill, programs, prefill.plan, operands, prefill_results
+        )
     by_head = shape.num_rows, shape.kv_heads, shape.group
     lse = lse[:, : shape.group].reshape(by_head) * LN_2
-    return MixedResults(out.reshape(*by_head, head_dim), lse, prefill_out, prefill_lse)
+    return MixedResults(out.reshape(*by_head, pool.shape[4]), lse, *prefill_results[:2])
 
 
 def _scratch(shape: MixedShape) -> dict[str, Any]:
@@ -183,9 +184,13 @@ def _mixed_kernel(
     items, num_items, runs, prefill_table, qkv, pool, *results = refs
     decode_memory, prefill_memory = memory
     smem = Scratch(**{"weights": None, **decode_memory, **scratch["decode_barriers"]})
+    tickets = None
+    if shape.prefill.parts and not shape.interpretable:
+        tickets = queues.at[pl.ds(2 + shape.decode.programs, shape.prefill.half_parts)]
     prefill_refs = PrefillRefs(
         *(layer, items, num_items, runs, prefill_table, qkv, pool, *results[4:]),
         scratch={**prefill_memory, **scratch["prefill_barriers"]},
+        tickets=tickets,
     )
     program, warpgroup = lax.axis_index("program"), lax.axis_index("warpgroup")
     side = partial(_units, shape, queues, program, scratch)

@@ -3,8 +3,9 @@
 A unit of work is 128 queries of one head, half of them for each consumer. The producer copies
 tiles of 128 keys and values by TMA into rings in shared memory, from which both consumers read the
 same ones. A unit's tiles come piece by piece: the context in the pool, then each run of the
-segment's own rows up to the queries. Tiles begin at rows that divide by 8, since TMA cannot begin
-elsewhere in tiled shared memory; what they bring from before a run or from behind it is masked.
+segment's own rows up to the queries. Where the plan divides a block's keys, a unit has the tiles of
+its part. Tiles begin at rows that divide by 8, since TMA cannot begin elsewhere in tiled shared
+memory; what they bring from before a run or from behind it is masked.
 
 Drivers call `produce` and `consume` in their warpgroups, with the share of the units that is
 theirs.
@@ -12,7 +13,6 @@ theirs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -25,110 +25,41 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.building_blocks import (
-    LN_2,
     ROWS,
     WGMMA,
-    Ref,
     Softmax,
     empty_softmax,
-    normalised,
     pv,
     score_scale,
-    swizzled,
+)
+from pallas_kernels.prefill_memory import (
+    CONSUMERS,
+    HALF,
+    QUERY_SLOTS,
+    PrefillRefs,
+    PrefillShape,
 )
 from pallas_kernels.prefill_plan import (
     BLOCK_KEYS,
-    BLOCK_QUERIES,
     CONTEXT,
-    FIRST_QUERY,
+    END_RUN,
+    END_TILE,
     FIRST_RUN,
-    ITEM_FIELDS,
     LAST_QUERY,
     OWN_RUN,
     QUERY_ROW,
     ROW_GRAIN,
     SEGMENT,
+    START_RUN,
+    START_TILE,
 )
+from pallas_kernels.prefill_results import clear_gaps, finish_unit
 from pallas_kernels.work_queue import Units
 
 _accumulator: Any = plgpu.WGMMAAccumulatorRef  # its type is none that a type checker can make
-CONSUMERS = 2
-HALF = BLOCK_QUERIES // CONSUMERS  # queries of a consumer
 # A power of two: its product with the scale is exact, so that a row that sees nothing yet has
 # scores that equal their maximum, also in a fused multiply-add.
 MASKED = -(2.0**100)
-QUERY_SLOTS = 2  # units whose queries are in shared memory: the next one's arrive early
-
-
-@dataclass(frozen=True)
-class PrefillShape:
-    """Static sizes of one launch. pages, page_rows: of the pool. max_pages: of a segment's table.
-    stages: of the rings of keys and of values. interpretable: weights go into their product through
-    shared memory, as the interpreter needs it; else out of registers."""
-
-    q_heads: int
-    kv_heads: int
-    tokens: int
-    head_dim: int
-    pages: int
-    page_rows: int
-    max_pages: int
-    num_runs: int
-    stages: int
-    interpretable: bool
-
-    @property
-    def page_tokens(self) -> int:
-        return self.page_rows // self.kv_heads
-
-    @property
-    def copy_rows(self) -> int:
-        """Rows of one copy: a tile comes in equal parts, none of which crosses a page."""
-        return math.gcd(self.page_tokens, BLOCK_KEYS)
-
-
-@dataclass(frozen=True)
-class PrefillRefs:
-    """Operands in the order of the launch, the results, and the scratch memory by name."""
-
-    layer: Ref
-    items: Ref
-    num_items: Ref
-    runs: Ref
-    page_table: Ref
-    qkv: Ref
-    pool: Ref
-    out: Ref
-    lse: Ref
-    scratch: dict[str, Ref]
-
-    def item(self, index: jax.Array, field: int) -> jax.Array:
-        return self.items[index * ITEM_FIELDS + field]
-
-
-def prefill_scratch(shape: PrefillShape) -> dict[str, Any]:
-    """Shared memory and barriers, by name. `*_full`: TMA has written. `*_free`: both consumers have
-    read. turn: see `_take_turn`."""
-    stages, dim = shape.stages, shape.head_dim
-    full = plgpu.Barrier(num_arrivals=BLOCK_KEYS // shape.copy_rows, num_barriers=stages)
-    free = plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=stages)
-    scratch = {
-        "q": swizzled((QUERY_SLOTS, CONSUMERS, HALF, dim)),
-        "k": swizzled((stages, BLOCK_KEYS, dim)),
-        "v": swizzled((stages, BLOCK_KEYS, dim)),
-        "out": plgpu.SMEM((CONSUMERS, HALF, dim), jnp.bfloat16),
-        "lse": plgpu.SMEM((CONSUMERS, HALF), jnp.float32),
-        "q_full": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=QUERY_SLOTS),
-        "q_free": plgpu.Barrier(num_arrivals=CONSUMERS, num_barriers=QUERY_SLOTS),
-        "k_full": full,
-        "k_free": free,
-        "v_full": full,
-        "v_free": free,
-        "turn": plgpu.Barrier(num_arrivals=CONSUMERS),
-    }
-    if shape.interpretable:
-        scratch["weights"] = swizzled((CONSUMERS, HALF, BLOCK_KEYS))
-    return scratch
 
 
 def produce(shape: PrefillShape, refs: PrefillRefs, share: Units) -> None:
@@ -147,7 +78,7 @@ def produce(shape: PrefillShape, refs: PrefillRefs, share: Units) -> None:
 def consume(shape: PrefillShape, refs: PrefillRefs, consumer: jax.Array, share: Units) -> None:
     """The part of consumer 0 or 1: attention of its half of the queries of each unit. `share` is
     the producer's. Those of all programs write zeros to the rows that are no run's."""
-    _clear_gaps(shape, refs, consumer, share)
+    clear_gaps(shape, refs, consumer, share)
     pl.when(consumer == 1)(partial(_take_turn, refs))  # half a tile behind the other
     _for_units(shape, refs, share, partial(_attend_unit, shape, refs, consumer))
     pl.when(consumer == 0)(partial(_take_turn, refs))
@@ -201,7 +132,16 @@ def _piece(refs: PrefillRefs, item: jax.Array, run: jax.Array) -> _Piece:
 
 
 def _pieces(refs: PrefillRefs, item: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return refs.item(item, FIRST_RUN) - 1, refs.item(item, OWN_RUN) + 1
+    return refs.item(item, START_RUN), refs.item(item, END_RUN) + 1
+
+
+def _tiles(
+    refs: PrefillRefs, item: jax.Array, run: jax.Array, piece: _Piece
+) -> tuple[jax.Array, jax.Array]:
+    """[first, end) of a piece's tiles that are the unit's."""
+    first = jnp.where(run == refs.item(item, START_RUN), refs.item(item, START_TILE), 0)
+    is_last = run == refs.item(item, END_RUN)
+    return first, jnp.where(is_last, refs.item(item, END_TILE), piece.tiles)
 
 
 # The producer.
@@ -247,7 +187,7 @@ def _load_unit(shape: PrefillShape, refs: PrefillRefs, n, item, head, step):
 
             return step + 1
 
-        return lax.fori_loop(0, piece.tiles, tile, step)
+        return lax.fori_loop(*_tiles(refs, item, run, piece), tile, step)
 
     return lax.fori_loop(*_pieces(refs, item), one_piece, step)
 
@@ -301,12 +241,12 @@ def _attend_unit(shape: PrefillShape, refs: PrefillRefs, consumer, n, item, head
             mask = partial(_mask, piece, first_query, key)
             return step + 1, _attend_tile(shape, refs, consumer, q, mask, step, softmax)
 
-        return lax.fori_loop(0, piece.tiles, tile, carry)
+        return lax.fori_loop(*_tiles(refs, item, run, piece), tile, carry)
 
     start = step, empty_softmax(HALF, shape.head_dim)
     step, softmax = lax.fori_loop(*_pieces(refs, item), one_piece, start)
     plgpu.barrier_arrive(refs.scratch["q_free"].at[slot])
-    _store(refs, consumer, item, head, softmax)
+    finish_unit(shape, refs, consumer, item, head, softmax)
     return step
 
 
@@ -368,56 +308,3 @@ def _take_turn(refs: PrefillRefs) -> None:
 
 def _across(column, tile):
     return lax.broadcast_in_dim(column, tile.shape, [0])
-
-
-def _store(refs: PrefillRefs, consumer, item, head, softmax: Softmax) -> None:
-    """The rows that are the unit's queries: at once if all are, else one by one, since the others
-    are other units'."""
-    staged, staged_lse = refs.scratch["out"].at[consumer], refs.scratch["lse"].at[consumer]
-    first = refs.item(item, QUERY_ROW) + consumer * HALF
-    low = jnp.maximum(refs.item(item, FIRST_QUERY), first)
-    high = jnp.minimum(refs.item(item, LAST_QUERY), first + HALF)
-    mean, log2_sum = normalised(softmax)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # of the unit before, which lies there
-    staged[...] = mean.astype(staged.dtype)
-    staged_lse[...] = plgpu.layout_cast(log2_sum * LN_2, ROWS)
-    plgpu.commit_smem()
-    lse_at = pl.multiple_of(item * BLOCK_QUERIES + consumer * HALF, HALF)
-    plgpu.copy_smem_to_gmem(staged_lse, refs.lse.at[head, pl.ds(lse_at, HALF)])
-
-    @pl.when(high - low == HALF)
-    def _():
-        plgpu.copy_smem_to_gmem(staged, refs.out.at[pl.ds(first, HALF), head])
-
-    @pl.when(high - low < HALF)
-    def _():
-        @pl.loop(low, high)
-        def _(row):
-            target = refs.out.at[pl.ds(row, 1), head]
-            plgpu.copy_smem_to_gmem(staged.at[pl.ds(row - first, 1)], target)
-
-
-def _clear_gaps(shape: PrefillShape, refs: PrefillRefs, consumer, share: Units) -> None:
-    """Zeros for the rows that are no run's, which the consumers of all programs share."""
-    heads = shape.q_heads
-    if heads > HALF:
-        heads = math.gcd(heads, HALF)
-    zeros = refs.scratch["out"].at[consumer]
-    zeros[...] = plgpu.layout_cast(jnp.zeros(zeros.shape, zeros.dtype), WGMMA)
-    plgpu.commit_smem()
-    mine, step = share.program * CONSUMERS + consumer, share.programs * CONSUMERS
-
-    def before_run(run, end):
-        at = jnp.minimum(run, shape.num_runs - 1) * 2
-        is_real = (run < shape.num_runs) & (refs.runs[at + 1] > refs.runs[at])
-        start = jnp.where(is_real, refs.runs[at], shape.tokens)
-
-        @pl.loop(0, lax.div(jnp.maximum(start - end - mine + step - 1, 0), jnp.int32(step)))
-        def _(n):
-            for head in range(0, shape.q_heads, heads):
-                target = refs.out.at[end + mine + n * step, pl.ds(head, heads)]
-                plgpu.copy_smem_to_gmem(zeros.at[pl.ds(0, heads)], target)
-
-        return jnp.where(is_real, refs.runs[at + 1], shape.tokens)
-
-    lax.fori_loop(0, shape.num_runs + 1, before_run, jnp.int32(0))

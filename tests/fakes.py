@@ -14,10 +14,12 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from conflux_jax.config import SchedulerConfig
-from conflux_jax.engine import Engine, ModelInfo
-from conflux_jax.plan import IterationPlan, PoolGeometry, StepOutput
-from conflux_jax.request import Logprobs, Request, SamplingParams
+from conflux_jax.engine import Engine
+from conflux_jax.model_info import ModelInfo
+from conflux_jax.plan import IterationPlan, PoolGeometry, PrefillChunk, StepOutput
+from conflux_jax.request import Logprobs, PromptLogprobs, Request, SamplingParams
 from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.latency_model import LatencyPredictor
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.streams import OutputDelta, OutputStream
 from conflux_jax.text import TextCodec
@@ -64,7 +66,9 @@ class FakeExecutor:
     """Runs plans by a script. Tests can make it slow, stop it at a plan, or break it.
 
     plans: all that were launched. `pause_at(condition)`: `launch` blocks in the next plan that
-    satisfies it, until `resume()`; `wait_paused` waits for that.
+    satisfies it, until `resume()`; `wait_paused` waits for that. `fail_with`: all that `collect`
+    does from now on. `fail_at(condition)`: the next plan that satisfies it fails. reset: what an
+    engine calls after that, for an executor that can go on.
     """
 
     def __init__(self, script: Script = echo, step_s: float = 0.0):
@@ -72,7 +76,10 @@ class FakeExecutor:
         self.step_s = step_s
         self.plans: list[IterationPlan] = []
         self.fail_with: Exception | None = None
+        self.reset: Callable[[], None] | None = None
+        self.is_compiling = False
         self.closed = False
+        self._failing: tuple[Callable[[IterationPlan], bool], bool] | None = None
         self._slots: dict[int, Request] = {}
         self._condition: Callable[[IterationPlan], bool] | None = None
         self._paused = threading.Event()
@@ -80,6 +87,7 @@ class FakeExecutor:
 
     def launch(self, plan: IterationPlan) -> tuple[IterationPlan, StepOutput]:
         self.plans.append(plan)
+        self._fail_here(plan, in_launch=True)
         for admission in plan.admissions:
             self._slots[admission.slot] = admission.request
         if self._condition is not None and self._condition(plan):
@@ -91,12 +99,22 @@ class FakeExecutor:
     def collect(self, ticket: tuple[IterationPlan, StepOutput]) -> StepOutput:
         if self.step_s:
             time.sleep(self.step_s)
+        self._fail_here(ticket[0], in_launch=False)
         if self.fail_with is not None:
             raise self.fail_with
         return ticket[1]
 
     def close(self) -> None:
         self.closed = True
+
+    def fail_at(self, condition: Callable[[IterationPlan], bool], in_launch: bool = False) -> None:
+        self._failing = condition, in_launch
+
+    def _fail_here(self, plan: IterationPlan, in_launch: bool) -> None:
+        if self._failing is None or in_launch != self._failing[1] or not self._failing[0](plan):
+            return
+        self._failing = None
+        raise MemoryError(f"no room for plan {plan.iteration}")
 
     def pause_at(self, condition: Callable[[IterationPlan], bool]) -> None:
         self._paused.clear()
@@ -118,7 +136,10 @@ class FakeExecutor:
     def _run(self, plan: IterationPlan) -> StepOutput:
         ends = [(row.slot, row.position + 1) for group in plan.decodes for row in group]
         ends += [(c.slot, c.start + c.length) for c in plan.chunks if c.is_last]
-        token_ids, logprobs = [], {}
+        token_ids, logprobs, prompts = [], {}, {}
+        for chunk in plan.chunks:
+            if self._slots[chunk.slot].params.prompt_logprobs is not None:
+                prompts[chunk.request_id] = self._scores(chunk)
         for slot, length in ends:
             request = self._slots[slot]
             index = length - len(request.prompt_token_ids)
@@ -126,7 +147,16 @@ class FakeExecutor:
             if request.params.logprobs is not None:
                 top = tuple((i, -1.0 - i) for i in range(request.params.logprobs))
                 logprobs[request.request_id] = Logprobs(-0.5 - index, top)
-        return StepOutput(np.array(token_ids, np.int32), self.step_s, logprobs)
+        return StepOutput(np.array(token_ids, np.int32), self.step_s, logprobs, prompts)
+
+    def _scores(self, chunk: PrefillChunk) -> PromptLogprobs:
+        """A token at place i has log-probability -i/4 and rank i; the likeliest are 0, 1, ..."""
+        request = self._slots[chunk.slot]
+        first, top = chunk.start + 1, request.params.prompt_logprobs or 0
+        end = min(first + chunk.length, len(request.prompt_token_ids))
+        places, ids = np.arange(first, end), np.arange(top)
+        values = np.tile(-1.0 - ids, (len(places), 1))
+        return PromptLogprobs(first, -places / 4, places, np.tile(ids, (len(places), 1)), values)
 
 
 @dataclass(frozen=True)
@@ -163,6 +193,7 @@ def make_fake(
     pool_tokens: int = 4096,
     max_model_len: int = 1024,
     engine: Mapping[str, Any] | None = None,
+    predictor: LatencyPredictor | None = None,
     **config: Any,
 ) -> Fake:
     """`config`: fields of SchedulerConfig; `engine`: keywords of Engine."""
@@ -175,7 +206,7 @@ def make_fake(
         growth=2.0,
         handoff=geometry.needs_handoff,
     )
-    scheduler = Scheduler(settings, geometry, ladders, max_model_len)
+    scheduler = Scheduler(settings, geometry, ladders, max_model_len, predictor)
     executor = FakeExecutor(script, step_s)
     info = ModelInfo(
         name="fake",
@@ -185,9 +216,24 @@ def make_fake(
         sp=groups,
         page_tokens=page_tokens,
         num_pages=geometry.num_pages,
+        max_num_seqs=settings.max_num_seqs,
     )
     built = Engine(scheduler, executor, byte_codec(), info, **(engine or {}))
     return Fake(built, scheduler, executor)
+
+
+class HeldCodec:
+    """A tokenizer that encodes nothing until it may."""
+
+    def __init__(self, codec: Any):
+        self._codec, self.may = codec, threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._codec, name)
+
+    def encode(self, *arguments: Any) -> list[int]:
+        assert self.may.wait(30)
+        return self._codec.encode(*arguments)
 
 
 def open_stream(

@@ -68,6 +68,8 @@ def test_wrong_messages(messages: Any, problem: str):
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
         ("{{ ''.__class__.__mro__ }}", "fails: SecurityError"),
         ("{{ messages.append(1) }}", "fails: SecurityError"),
+        ("{{ ''.format_map }}{{ cycler.__init__.__globals__ }}", "fails: SecurityError"),
+        ("{% for i in range(100001) %}{% endfor %}", "fails: OverflowError"),
     ],
 )
 def test_wrong_templates(template: str | None, problem: str):

@@ -68,6 +68,8 @@ WRONG = [
     ({"drain_s": -0.5}, "drain_s: must be at least 0.0, got -0.5"),
     ({"gpu_memory_fraction": 1.01}, "gpu_memory_fraction: must be at most 1.0, got 1.01"),
     ({"gpu_memory_fraction": float("nan")}, "gpu_memory_fraction: must be at least 0.05, got nan"),
+    ({"max_streams": 10**7}, "max_streams: must be at most 1000000, got 10000000"),
+    ({"auth_token_file": "a\0b"}, r"auth_token_file: must have no NUL character, got 'a\x00b'"),
     ({"max_model_len": 0}, "max_model_len: must be at least 1, got 0"),
     ({"bucket_growth": 1.0}, "bucket_growth: must be at least 1.01, got 1.0"),
     ({"max_bypass": -1}, "max_bypass: must be at least 0, got -1"),
@@ -122,6 +124,8 @@ def test_a_whole_config_survives_yaml(tmp_path):
         ("mesh:\n  sp: three\n", "sp: must be int, got 'three'"),
         ("- mesh\n", "must hold sections, got list"),
         ("mesh: [\n", "while parsing"),
+        ("mesh:\n  sp: " + "9" * 5000, "Exceeds the limit"),
+        ("mesh: " + "[" * 5000, "recursion"),
     ],
 )
 def test_yaml_errors_name_the_file(tmp_path, text, words):
@@ -157,6 +161,16 @@ def test_every_leaf_has_a_flag_that_takes_its_kind():
     assert config.model.model == "some/dir" and config.model.dtype == "float32"
     assert config.cache.gpu_memory_fraction == 0.5 and config.model.max_model_len == 128
     assert config.server.drain_s == 1.5 and config.server.port == 0
+
+
+def test_a_flag_of_yes_or_no_takes_no_value(tmp_path):
+    assert not from_flags().server.log_prompts
+    assert from_flags("--log-prompts").server.log_prompts
+    path = write(tmp_path, "server:\n  log_prompts: true\n")
+    assert from_flags("--config", str(path)).server.log_prompts
+    assert not from_flags("--config", str(path), "--no-log-prompts").server.log_prompts
+    with pytest.raises(ConfigError, match="log_prompts: must be bool, got 1"):
+        Config.from_flat(log_prompts=1)
 
 
 def test_flags_of_a_wrong_kind_or_value_are_refused(capsys):

@@ -51,7 +51,9 @@ def expected(llm: LLM) -> list[tuple[int, ...]]:
 def test_more_groups_than_memory_are_refused_before_loading(model: Path):
     """It counts: 3 groups with 10^12 tokens of KV each cannot be."""
     settings: dict[str, Any] = SETTINGS | {"kv_pool_tokens": 10**12}
-    with pytest.raises(ConfigError, match=r"sp: 3 groups hold .* GB of KV; this machine has"):
+    with pytest.raises(
+        ConfigError, match=r"sp: 3 groups hold .* GB of KV and .* GB of tables .*; this machine has"
+    ):
         LLM(model=model, **settings)
 
 

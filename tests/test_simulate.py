@@ -62,6 +62,16 @@ def test_minutes_and_default_deadlines(tmp_path: Path, capsys: pytest.CaptureFix
     assert lines[0]["tbt_slo_s"] == 0.05
 
 
+def test_requests_of_one_time_can_be_spread(tmp_path: Path):
+    """Three of one time, the next after 3 s; at twice the trace's rate within 1.5 s."""
+    records = [GOOD, GOOD, GOOD, GOOD | {"timestamp": 3000}]
+    trace, requests = write_trace(tmp_path, *records), tmp_path / "requests.jsonl"
+    assert run(trace, "--spread", "--rate", "2", "--requests", str(requests)) == 0
+    arrivals_s = [json.loads(line)["arrival_s"] for line in requests.read_text().splitlines()]
+    assert arrivals_s == sorted(set(arrivals_s))
+    assert (arrivals_s[0], arrivals_s[-1]) == pytest.approx((0.0, 1.5))
+
+
 @pytest.mark.parametrize(
     ("records", "problem"),
     [

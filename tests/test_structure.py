@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -28,6 +29,7 @@ COMMANDS = (
     "bench.paper",
     "bench.replay",
     "bench.scheduler",
+    "bench.serving",
     "bench.simulator",
     "bench.tbt_guard",
     "bench.throughput",
@@ -61,10 +63,29 @@ def lines_that_match(pattern: str) -> list[str]:
     return found
 
 
-def headings(path: Path) -> set[str]:
-    """The anchors that GitHub makes of a Markdown file's headings."""
-    titles = re.findall(r"^#+ +(.+?) *$", path.read_text(), re.MULTILINE)
+def prose(text: str) -> str:
+    """Markdown without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def headings(text: str) -> set[str]:
+    """The anchors that GitHub makes of a Markdown text's headings."""
+    titles = re.findall(r"^#{1,6} +(.+?) *$", prose(text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(document: Path, text: str) -> list[str]:
+    """Targets in a Markdown text at `document`'s place that are no file, or no heading of one."""
+    broken = []
+    for target in LINK.findall(prose(text)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        path = (document.parent / name).resolve() if name else document
+        found = path.exists() if name else True
+        if not found or (anchor and anchor not in headings(path.read_text() if name else text)):
+            broken.append(f"{document.relative_to(ROOT)}: {target}")
+    return broken
 
 
 def test_tracked_files_name_no_registry_host():
@@ -87,18 +108,33 @@ def test_no_long_python_file():
 
 
 def test_links_of_documents_lead_somewhere():
-    documents = [path for path in tracked_files() if path.suffix == ".md"]
-    assert ROOT / "README.md" in documents
-    broken = []
-    for document in documents:
-        for target in LINK.findall(document.read_text()):
-            if re.match(r"[a-z]+:", target):
-                continue
-            name, _, anchor = target.partition("#")
-            path = (document.parent / name).resolve() if name else document
-            if not path.exists() or (anchor and anchor not in headings(path)):
-                broken.append(f"{document.relative_to(ROOT)}: {target}")
-    assert broken == []
+    """Markdown files anywhere, and the text of the notebooks."""
+    texts = {path: path.read_text() for path in tracked_files() if path.suffix == ".md"}
+    assert {ROOT / "README.md", ROOT / "docs" / "goodput" / "README.md"} <= texts.keys()
+    for notebook in (path for path in tracked_files() if path.suffix == ".ipynb"):
+        cells = json.loads(notebook.read_text())["cells"]
+        sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "markdown"]
+        texts[notebook] = "\n\n".join(sources)
+    assert [link for path, text in texts.items() for link in broken_links(path, text)] == []
+
+
+@pytest.mark.parametrize(
+    ("target", "leads"),
+    [
+        ("../README.md", True),
+        ("../READ.md", False),
+        ("../README.md#start", True),
+        ("../README.md#stop", False),
+        ("#what-it-is-really", True),
+        ("#no-heading-but-code", False),
+        ("https://example.org/#anything", True),
+    ],
+)
+def test_links_that_lead_nowhere_are_found(target, leads):
+    text = f"# What it *is*, really\n\n```sh\n# no heading but code\n```\n\n[a]({target})\n"
+    assert broken_links(ROOT / "docs" / "page.md", text) == (
+        [] if leads else [f"docs/page.md: {target}"]
+    )
 
 
 def test_every_module_has_its_line_in_the_structure_document():

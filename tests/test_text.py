@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +287,47 @@ def test_a_long_stop_of_one_letter_costs_little(byte_codec: TextCodec):
         delta, stopped = stream.push(token_id)
         assert not stopped
     assert len(delta) == 1024
+
+
+def test_long_stops_cost_nothing_before_the_text_comes(byte_codec: TextCodec):
+    """They are made where other calls wait."""
+    stops = tuple("a" * 1000 + chr(ord("a") + number) for number in range(16))
+    started_s = time.perf_counter()
+    streams = [TextStream(byte_codec, stops) for _ in range(64)]
+    assert time.perf_counter() - started_s < 1.0  # a look at each character takes many times that
+    *_, last = (streams[-1].push(token_id) for token_id in b"a" * 1000 + b"p")
+    assert last == ("", True)
+
+
+@settings(max_examples=300)
+@given(
+    text=st.text(alphabet="ab", max_size=60),
+    stop=st.lists(st.text(alphabet="ab", min_size=5, max_size=12), min_size=1, max_size=3),
+)
+def test_stops_that_repeat_themselves(byte_codec: TextCodec, text: str, stop: list[str]):
+    pieces, stopped = run_stream(byte_codec, byte_codec.encode(text), tuple(stop))
+    assert ("".join(pieces), stopped) == cut_at_stop(text, tuple(stop))
+
+
+def test_encoding_a_long_text_leaves_other_threads_running(smollm2: TextCodec):
+    """They wait in all for a small part of the time that it takes."""
+    text = "hello world, 1234! " * 40_000
+    done = threading.Event()
+
+    def encode() -> None:
+        smollm2.encode(text)
+        done.set()
+
+    smollm2.encode("x")  # its threads are there after it
+    thread = threading.Thread(target=encode)
+    started_s = before_s = time.perf_counter()
+    thread.start()
+    longest_s = 0.0
+    while not done.wait(0.001):
+        now_s = time.perf_counter()
+        longest_s, before_s = max(longest_s, now_s - before_s), now_s
+    thread.join()
+    assert longest_s < 0.5 * (time.perf_counter() - started_s)
 
 
 def test_special_tokens_are_not_shown(byte_codec: TextCodec):

@@ -16,6 +16,7 @@ from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.text import open_text
 from tests.serving import no_compilation
 
+MESHES = pytest.mark.meshes  # minutes each; the others run in `make test`
 MODEL = "smollm2-135m-instruct"
 GOLDENS = json.loads((Path(__file__).parent / "goldens" / "smollm2.json").read_text())
 PROMPTS = {golden["name"]: golden for golden in GOLDENS["prompts"]}
@@ -38,7 +39,7 @@ def settings(sp: int) -> Config:
 
 @pytest.fixture(
     scope="module",
-    params=[1, 2, 3, pytest.param(4, marks=pytest.mark.meshes)],
+    params=[1, pytest.param(2, marks=MESHES), 3, pytest.param(4, marks=MESHES)],
     ids="sp={}".format,
 )
 def runner(request: pytest.FixtureRequest, smollm2_path: Path) -> Iterator[Runner]:
@@ -115,7 +116,7 @@ def test_arriving_at_different_times_in_chunks_of_64(runner: Runner):
     check(run(runner, arrivals, batched_tokens=64))
 
 
-@pytest.mark.parametrize("chunk", [3, 17])
+@pytest.mark.parametrize("chunk", [pytest.param(3, marks=MESHES), 17])
 def test_in_small_chunks(runner: Runner, chunk: int):
     names = ["single token", "chat", "capital"]
     check(run(runner, dict.fromkeys(names, 0), batched_tokens=chunk, max_tokens=12), 12)

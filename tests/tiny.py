@@ -14,6 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from safetensors import TensorSpec, serialize_file
+from safetensors.numpy import load_file
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")  # ids 256, 257, 258
 EOS_TOKEN_ID = 258
@@ -146,6 +147,15 @@ def tiny_weights(
     if with_head:
         tensors["lm_head.weight"] = linear(vocab_size, hidden_size, 2.0)
     return tensors
+
+
+def spoil_token(directory: str | Path, token_id: int) -> None:
+    """Makes the embedding of one token NaN, in a checkpoint of one file: whoever reads it has no
+    finite logits."""
+    path = Path(directory) / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][token_id] = np.nan
+    _save(path, tensors)
 
 
 def write_byte_tokenizer(directory: str | Path) -> None:

@@ -12,8 +12,16 @@ from typing import Any
 
 import numpy as np
 
+from conflux_jax.execution.adjustments import (
+    LISTED,
+    ONLY_LISTED,
+    UNLISTED,
+    biased_until,
+    is_penalised,
+)
 from conflux_jax.execution.limits import BatchLimits
-from conflux_jax.plan import Bucket, IterationPlan
+from conflux_jax.execution.prompt_scores import ScoredPrompts
+from conflux_jax.plan import Admission, Bucket, IterationPlan
 from pallas_kernels.blockwise import max_prefill_blocks, prefill_block_queries
 
 
@@ -41,6 +49,12 @@ class BufferLayout:
             "seed": (samples, 2),
             "sample_positions": (samples,),
             "wants_logprobs": (),
+            "presence": (samples,),
+            "frequency": (samples,),
+            "repetition": (samples,),
+            "listed": (samples,),
+            "biased": (),
+            "penalised": (),
         }
         if bucket.decode_rows:
             # Those that a device attends for: its group's, or with shared pages those of all.
@@ -96,13 +110,19 @@ def num_samples(bucket: Bucket, limits: BatchLimits) -> int:
 class Batch:
     """A plan made ready: `buffer` int32 [groups, layout.size]; sample i of the plan is found at
     `[sample_group[i], sample_index[i]]` of the step's outputs. logprobs: for each request that
-    asked, how many alternatives, and which sample of the plan is its own."""
+    asked, how many alternatives, and which sample of the plan is its own. adjusted: the admissions
+    of those that change their logits. prompts: the rows that say how likely prompts were."""
 
     bucket: Bucket
     buffer: np.ndarray
     sample_group: np.ndarray
     sample_index: np.ndarray
     logprobs: dict[str, tuple[int, int]]
+    adjusted: tuple[Admission, ...] = ()
+    prompts: ScoredPrompts | None = None
+
+
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
 
 
 class BatchBuilder:
@@ -116,10 +136,15 @@ class BatchBuilder:
         self._decode_pages = np.zeros((slots, limits.decode_table), np.int32)
         self._prefill_pages = np.zeros((geometry.groups, slots, limits.prefill_table), np.int32)
         self._tokens: list[np.ndarray] = [np.zeros(0, np.int32)] * slots
-        self._floats = np.zeros((3, slots), np.float32)  # temperature, top_p, min_p
+        self._floats = np.zeros((len(FLOATS), slots), np.float32)
         self._top_k = np.zeros(slots, np.int32)
+        self._listed = np.zeros(slots, np.int32)
+        self._biased_until = np.zeros(slots, np.int32)  # the position
+        self._penalised = np.zeros(slots, bool)
         self._seed = np.zeros((slots, 2), np.uint32)
         self._logprobs = np.full(slots, -1, np.int32)  # alternatives wanted; -1: no report
+        # Prompts to be scored: the request's id, how many alternatives.
+        self._scored: dict[int, tuple[str, int]] = {}
 
     def layout(self, bucket: Bucket) -> BufferLayout:
         if bucket not in self._layouts:
@@ -145,7 +170,16 @@ class BatchBuilder:
         if plan.bucket.handoff:
             self._handoff_fields(plan, f)
         logprobs = self._wanted_logprobs(plan, f)
-        return Batch(plan.bucket, buffer, groups, indices, logprobs)
+        adjusted = [a for a in plan.admissions if self._listed[a.slot] or self._penalised[a.slot]]
+        return Batch(
+            bucket=plan.bucket,
+            buffer=buffer,
+            sample_group=groups,
+            sample_index=indices,
+            logprobs=logprobs,
+            adjusted=tuple(adjusted),
+            prompts=self._scored_prompts(plan) if self._scored else None,
+        )
 
     def _apply_changes(self, plan: IterationPlan) -> None:
         for change in plan.admissions:
@@ -155,7 +189,7 @@ class BatchBuilder:
             for group in range(geometry.groups):
                 pages = change.prefill_pages[geometry.pool_of(group)]
                 self._prefill_pages[group, slot, : len(pages)] = pages
-            self._floats[:, slot] = params.temperature, params.top_p, params.min_p
+            self._set_adjustments(change)
             self._top_k[slot] = params.top_k
             seed = change.request.seed & (2**64 - 1)
             self._seed[slot] = seed >> 32, seed & (2**32 - 1)
@@ -167,6 +201,27 @@ class BatchBuilder:
             opens = rows.new_pages >= 0
             at = rows.slots[opens], rows.positions[opens] // page_tokens
             self._decode_pages[at] = rows.new_pages[opens]
+
+    def _set_adjustments(self, change: Admission) -> None:
+        slot, request, params = change.slot, change.request, change.request.params
+        self._floats[:, slot] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        until = biased_until(request)
+        only = params.allowed_token_ids is not None
+        self._listed[slot] = ONLY_LISTED if only else LISTED if until else UNLISTED
+        self._biased_until[slot] = until
+        self._penalised[slot] = is_penalised(params)
+        self._scored.pop(slot, None)
+        # With output there, the prompt was scored before its first token came.
+        is_new = len(change.token_ids) == len(request.prompt_token_ids)
+        if params.prompt_logprobs is not None and is_new:
+            self._scored[slot] = request.request_id, params.prompt_logprobs
 
     def _decode_fields(self, plan: IterationPlan, f: dict) -> None:
         f["decode_writes"][...] = self._no_write
@@ -194,13 +249,7 @@ class BatchBuilder:
 
     def _prefill_fields(self, plan: IterationPlan, f: dict) -> list[tuple[int, int]]:
         geometry, rows = self.limits.geometry, plan.bucket.rows
-        shares = np.array(plan.prefill_shares, np.int32)
-        starts = np.array([len(group) for group in plan.decodes], np.int32)
-        if self.limits.apart:
-            starts[:] = plan.bucket.decode_rows
-        owner = np.repeat(np.arange(geometry.groups, dtype=np.int32), shares)
-        cuts = np.cumsum(shares) - shares
-        row = starts[owner] + np.arange(len(owner), dtype=np.int32) - cuts[owner]
+        owner, row = self._prefill_places(plan)
         total = len(owner)
         f["received"][:, :total] = owner * rows + row
         f["compact"][:, owner * rows + row] = np.arange(total, dtype=np.int32)
@@ -231,6 +280,33 @@ class BatchBuilder:
         f["blocks"][:, : len(blocks)] = blocks
         f["num_blocks"][:] = len(blocks)
         return where
+
+    def _prefill_places(self, plan: IterationPlan) -> tuple[np.ndarray, np.ndarray]:
+        """The group and the row of each token of the chunks, laid end to end."""
+        shares = np.array(plan.prefill_shares, np.int32)
+        starts = np.array([len(group) for group in plan.decodes], np.int32)
+        if self.limits.apart:
+            starts[:] = plan.bucket.decode_rows
+        owner = np.repeat(np.arange(len(shares), dtype=np.int32), shares)
+        cuts = np.cumsum(shares) - shares
+        return owner, starts[owner] + np.arange(len(owner), dtype=np.int32) - cuts[owner]
+
+    def _scored_prompts(self, plan: IterationPlan) -> ScoredPrompts | None:
+        """The rows after which a token of a prompt came that is to be scored."""
+        if not any(chunk.slot in self._scored for chunk in plan.chunks):
+            return None
+        owner, row = self._prefill_places(plan)
+        parts, at = [], 0
+        for chunk in plan.chunks:
+            if chunk.slot in self._scored:
+                request_id, top = self._scored[chunk.slot]
+                following = self._tokens[chunk.slot][chunk.start + 1 :][: chunk.length]
+                span = slice(at, at + len(following))
+                parts.append((request_id, chunk.start + 1, top, owner[span], row[span], following))
+            at += chunk.length
+            if chunk.is_last:
+                self._scored.pop(chunk.slot, None)
+        return ScoredPrompts.of(self.limits.geometry.groups, parts)
 
     def _prefill_row(self, slot: int, positions: np.ndarray) -> np.ndarray:
         """First pool row of tokens in prefill layout, `[groups, tokens]`."""
@@ -265,17 +341,21 @@ class BatchBuilder:
 
     def _sampling_fields(self, f: dict, group: int, at: slice, slots: Any, positions: Any) -> None:
         f["sample_slots"][group, at] = slots
-        for name, values in zip(("temperature", "top_p", "min_p"), self._floats, strict=True):
+        f["listed"][group, at] = self._listed[slots]
+        for name, values in zip(FLOATS, self._floats, strict=True):
             f[name][group, at] = values[slots].view(np.int32)
         f["top_k"][group, at] = self._top_k[slots]
         f["seed"][group, at] = self._seed[slots].view(np.int32)
         f["sample_positions"][group, at] = positions
+        if (positions < self._biased_until[slots]).any():
+            f["biased"][group] = 1
 
     def _wanted_logprobs(self, plan: IterationPlan, f: dict) -> dict[str, tuple[int, int]]:
         ends = [chunk.slot for chunk in plan.chunks if chunk.is_last]
         slots = np.concatenate([*(rows.slots for rows in plan.decodes), np.array(ends, np.int32)])
         asking = (self._logprobs[slots] >= 0).nonzero()[0].tolist()
         f["wants_logprobs"][:] = bool(asking)
+        f["penalised"][:] = self._penalised[slots].any()
         if not asking:
             return {}
         ids = plan.samples

@@ -13,7 +13,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from itertools import chain
 from typing import Any
@@ -24,7 +24,7 @@ import numpy as np
 from conflux_jax.execution.latency_fit import fit_latency
 from conflux_jax.execution.measurements import MIN_FITTED, Calibration, Measurement, hold_out
 from conflux_jax.execution.runner import Runner
-from conflux_jax.execution.synthetic import SyntheticPlans, WorkloadSampler
+from conflux_jax.execution.synthetic import SyntheticPlans, Workload, WorkloadSampler
 from conflux_jax.plan import Executor, IterationPlan
 from conflux_jax.scheduler.latency_model import Identity
 
@@ -82,10 +82,8 @@ def calibrate(
     max_batched_tokens: most tokens of an iteration (`max_num_batched_tokens`). seed: which shapes,
     in which order, and which are held out. progress(done, total): after each step.
     """
-    limits, ladders = runner.limits, runner.ladders
-    rng = random.Random(seed)
-    per_bucket = max(MIN_FITTED + 1, round(effort.shapes / len(ladders.all())))
-    workloads = WorkloadSampler(limits, ladders, max_batched_tokens, seed).draw(per_bucket)
+    limits, rng = runner.limits, random.Random(seed)
+    workloads = draw_workloads(runner, max_batched_tokens, effort, seed)
     held = hold_out(workloads, rng)
     plans = SyntheticPlans(limits, runner.dims.spec.vocab_size, seed)
     warm_up = list({workload.bucket: workload for workload in workloads}.values())
@@ -115,7 +113,17 @@ def calibrate(
         limits.max_segments,
         serial=runner.attention.ordered,
     )
+    model = replace(model, decode_sms=runner.decode_sms)
     return Calibration(model, tuple(fitted), tuple(measured[index] for index in sorted(held)))
+
+
+def draw_workloads(
+    runner: Runner, max_batched_tokens: int, effort: Effort, seed: int
+) -> list[Workload]:
+    """The shapes that `calibrate` measures with these arguments."""
+    per_bucket = max(MIN_FITTED + 1, round(effort.shapes / len(runner.ladders.all())))
+    sampler = WorkloadSampler(runner.limits, runner.ladders, max_batched_tokens, seed)
+    return sampler.draw(per_bucket)
 
 
 def timed(executor: Executor, plans: Iterable[IterationPlan]) -> Iterator[float]:

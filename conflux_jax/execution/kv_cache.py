@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,18 +51,29 @@ def page_bytes(dims: DecoderDims, page_tokens: int) -> int:
 
 
 def plan_geometry(
-    dims: DecoderDims, config: CacheConfig, max_tokens: int, mesh: Mesh, spread: bool = False
+    dims: DecoderDims,
+    config: CacheConfig,
+    max_tokens: int,
+    mesh: Mesh,
+    spread: bool = False,
+    beside_bytes: int = 0,
 ) -> PoolGeometry:
     """How many pages each group gets. `max_tokens`: the most that all contexts could ever fill.
     spread: decode attention is spread over the groups, so KV stays in prefill layout.
+    beside_bytes: what a device will hold beside the pool, and does not yet.
 
     Raises ConfigError when not a single page fits, or more than the step's indices can name."""
     heads, page_tokens = dims.heads, config.page_tokens
     if config.kv_pool_tokens is not None:
         num_pages = config.kv_pool_tokens // page_tokens
     else:
-        budget = _device_budget(mesh, config.gpu_memory_fraction) // page_bytes(dims, page_tokens)
-        num_pages = min(budget, -(-max_tokens // page_tokens))
+        budget = _device_budget(mesh, config.gpu_memory_fraction, beside_bytes)
+        num_pages = min(budget // page_bytes(dims, page_tokens), -(-max_tokens // page_tokens))
+        if num_pages < 1:
+            raise ConfigError(
+                "gpu_memory_fraction: the weights and what each of max_num_seqs slots needs "
+                f"({beside_bytes / 1e9:.2f} GB together) leave no memory for a page of KV"
+            )
     if num_pages < 1:
         raise ConfigError(f"kv_pool_tokens: the KV pool holds no page of {page_tokens} tokens")
     limit = max_pages(dims.spec.num_layers, page_tokens * heads.kv_per_rank, heads.kv_per_rank)
@@ -81,10 +93,17 @@ def plan_geometry(
     )
 
 
-def _device_budget(mesh: Mesh, fraction: float) -> int:
-    """Bytes of one device that KV may take, weights being there already."""
-    device = mesh.devices.flat[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    if not stats:
+def _device_budget(mesh: Mesh, fraction: float, beside_bytes: int) -> int:
+    """Bytes of one device that KV may take, weights being there already. A CPU's are the same,
+    whatever is beside them."""
+    memory = device_memory(mesh.devices.flat[0])
+    if memory is None:
         return CPU_POOL_BYTES // mesh.devices.size
-    return int(stats["bytes_limit"] * fraction) - stats["bytes_in_use"]
+    limit, in_use = memory
+    return int(limit * fraction) - in_use - beside_bytes
+
+
+def device_memory(device: Any) -> tuple[int, int] | None:
+    """Bytes that a device has for this process, and how many are in use; None for a CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    return (stats["bytes_limit"], stats["bytes_in_use"]) if stats else None

@@ -96,8 +96,10 @@ class Calibration:
         return "\n".join(lines)
 
     def summary(self) -> dict[str, float]:
-        held_out = self.errors(self.held_out)
+        """Errors and noise floor; and `decode_sms`, where multiprocessors are divided."""
+        held_out, decode_sms = self.errors(self.held_out), self.model.decode_sms
         return {
+            **({} if decode_sms is None else {"decode_sms": decode_sms}),
             "heldout_mean_error": held_out.mean,
             "heldout_p95_error": held_out.p95,
             "noise_floor": self.noise().mean,

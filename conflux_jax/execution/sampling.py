@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from conflux_jax.execution import cut_search
 from conflux_jax.execution.draw import locate, passed, total, uniform, weigh
+from conflux_jax.plan import NO_TOKEN
 from conflux_jax.request import MAX_LOGPROBS
 
 
@@ -42,8 +43,9 @@ class SamplingInputs(NamedTuple):
 
 
 class Sampled(NamedTuple):
-    """Chosen ids; their log-probability under the model (temperature 1, no cut-off) and the
-    likeliest alternatives, zeros unless asked for."""
+    """Chosen ids, NO_TOKEN where logits are not finite; their log-probability under the model
+    (temperature 1, no cut-off, no penalty or bias) and the likeliest alternatives, zeros unless
+    asked for."""
 
     token_ids: Int[Array, " samples"]
     logprobs: Float[Array, " samples"]
@@ -59,9 +61,10 @@ class Peak(NamedTuple):
 
 
 class Likeliest(NamedTuple):
-    """What log-probabilities follow from: of entries, the sum of exp(logit - best), and the largest
-    logits with their ids."""
+    """What log-probabilities follow from: of a rank's entries, the largest logit, the sum of
+    exp(logit - best), and the largest logits with their ids."""
 
+    best: Float[Array, "*ranks samples"]
     total: Float[Array, "*ranks samples"]
     logits: Float[Array, "*ranks samples top"]
     ids: Int[Array, "*ranks samples top"]
@@ -92,6 +95,14 @@ class VocabShard:
         """The id of each entry of this rank."""
         return self.offset + jnp.arange(self.size, dtype=jnp.int32)
 
+    def limited(
+        self, logits: Float[Array, "samples shard"], limit: int
+    ) -> Float[Array, "samples shard"]:
+        """Minus infinity for ids from `limit` on, which have no token."""
+        if limit >= self.total:
+            return logits
+        return jnp.where(self.ids < limit, logits, -jnp.inf)
+
     def gather(self, tree: Any) -> Any:
         """What each rank has, by one exchange: 32-bit arrays `[samples, ...]` become
         `[ranks, samples, ...]`, the same on every rank. For a few columns, never for logits; and
@@ -113,14 +124,47 @@ def _as_int32(x: Shaped[Array, "*shape"]) -> Int[Array, "*shape"]:
     return lax.bitcast_convert_type(x, jnp.int32)
 
 
+Undo = Callable[[Float[Array, " samples"], Int[Array, " samples"]], Float[Array, " samples"]]
+
+
+@runtime_checkable
+class Adjustment(Protocol):
+    """What requests change in this rank's logits. Exchanges nothing."""
+
+    def apply(self, logits: Float[Array, "samples shard"]) -> Float[Array, "samples shard"]:
+        """The logits that tokens are chosen by."""
+        ...
+
+    def undo(
+        self, values: Float[Array, " samples"], places: Int[Array, " samples"]
+    ) -> Float[Array, " samples"]:
+        """What chosen ones were before, from their places in the rank's part."""
+        ...
+
+
 def sample(
-    logits: Float[Array, "samples shard"], inputs: SamplingInputs, vocab: VocabShard
+    logits: Float[Array, "samples shard"],
+    inputs: SamplingInputs,
+    vocab: VocabShard,
+    adjustment: Adjustment | None = None,
 ) -> Sampled:
-    """One token a row. The costly parts run only when some row needs them."""
-    return (_sample_whole if vocab.ranks == 1 else _sample_split)(logits, inputs, vocab)
+    """One token a row. The costly parts run only when some row needs them.
+
+    Log-probabilities are those of `logits`; tokens are chosen by what the adjustment makes of them,
+    which may take their place in memory: they are not read any more then."""
+    best_ones = _when(inputs.wants_logprobs, lambda: likeliest(vocab, logits))
+    if adjustment is not None:
+        # All that reads the logits is done before they are written over.
+        logits, best_ones = lax.optimization_barrier((logits, best_ones))
+        logits = adjustment.apply(logits)
+    undo = adjustment.undo if adjustment is not None else lambda values, _: values
+    choose = _sample_whole if vocab.ranks == 1 else _sample_split
+    return choose(logits, best_ones, undo, inputs, vocab)
 
 
-def _sample_whole(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
+def _sample_whole(
+    logits, best_ones: Likeliest, undo: Undo, inputs: SamplingInputs, vocab: VocabShard
+) -> Sampled:
     """With all logits here."""
     best = _peak(vocab, logits)
     random, cut = _flags(inputs)
@@ -129,12 +173,31 @@ def _sample_whole(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
     token_ids = jnp.where(inputs.temperature > 0, token_ids, best.token_ids)
 
     def report():
-        own = jnp.take_along_axis(logits, token_ids[:, None], axis=1)[:, 0]
-        likeliest = vocab.gather(_likeliest(vocab, logits, best.value))
-        normaliser, *alternatives = _alternatives(vocab, best.value, likeliest)
-        return own - normaliser, *alternatives
+        own = undo(_entry(logits, token_ids), token_ids)
+        normaliser, *listed = alternatives(vocab, vocab.gather(best_ones))
+        return jnp.minimum(own - normaliser, 0.0), *listed
 
-    return Sampled(token_ids, *_when(inputs.wants_logprobs, report))
+    reported = _when(inputs.wants_logprobs, report)
+    return Sampled(_unless_broken(token_ids, best.value), *reported)
+
+
+def _unless_broken(
+    token_ids: Int[Array, " samples"], best: Float[Array, " samples"]
+) -> Int[Array, " samples"]:
+    """NO_TOKEN where the largest logit, as `_largest` has it, is not finite."""
+    return jnp.where(jnp.isfinite(best), token_ids, NO_TOKEN)
+
+
+def _entry(
+    logits: Float[Array, "samples n"], index: Int[Array, " samples"]
+) -> Float[Array, " samples"]:
+    """One of each row; the nearest where there is none at the index."""
+    return jnp.take_along_axis(logits, index[:, None], axis=1, mode="clip")[:, 0]
+
+
+def _largest(x: Float[Array, "*shape"], axis: int) -> Float[Array, "*rest"]:
+    """The maximum along an axis, NaN where anything is: on a CPU `max` may pass over NaN."""
+    return jnp.where(jnp.isnan(x.sum(axis=axis)), jnp.nan, x.max(axis=axis))
 
 
 def _when(flag: Bool[Array, ""], function: Callable[..., Any], *args: Any) -> Any:
@@ -151,8 +214,8 @@ def _flags(inputs: SamplingInputs) -> tuple[Bool[Array, ""], Bool[Array, ""]]:
 
 
 def _peak(vocab: VocabShard, logits: Float[Array, "samples shard"]) -> Peak:
-    """This rank's. Two plain reductions, which vectorise where argmax does not."""
-    best = logits.max(axis=1)
+    """This rank's. Plain reductions, which vectorise where argmax does not."""
+    best = _largest(logits, axis=1)
     ids = jnp.where(logits == best[:, None], vocab.ids, vocab.total - 1)
     return Peak(best, ids.min(axis=1))
 
@@ -188,13 +251,17 @@ def _threshold(keys, weight, goal) -> UInt32[Array, "samples 1"]:
     return low[:, None]
 
 
-def _sample_split(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
+def _sample_split(
+    logits, best_ones: Likeliest, undo: Undo, inputs: SamplingInputs, vocab: VocabShard
+) -> Sampled:
     """With a part of the logits here. Branches and exchanges take turns: an exchange has what the
     branches before it made, which is zeros where they were not taken."""
     random, cut = _flags(inputs)
     blocks = _when(cut, cut_search.sorted_blocks, logits)
-    peaks, heads = vocab.gather((_peak(vocab, logits), blocks[:, :, 0]))
-    best = peaks.value.max(axis=0)
+    peak = _peak(vocab, logits)
+    own_peak = _when(inputs.wants_logprobs, lambda: undo(peak.value, peak.token_ids - vocab.offset))
+    peaks, own_peaks, heads = vocab.gather((peak, own_peak, blocks[:, :, 0]))
+    best = _largest(peaks.value, axis=0)
     first = jnp.where(peaks.value == best, peaks.token_ids, vocab.total - 1).min(axis=0)
 
     def weights(x):
@@ -203,10 +270,9 @@ def _sample_split(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
     pivots = cut_search.side_by_side(heads)
     reached = _when(cut, lambda: cut_search.look_up(blocks, pivots, weights))
     whole = _when(random, lambda: total(weights(logits)))
-    likeliest = _when(inputs.wants_logprobs, lambda: _likeliest(vocab, logits, best))
-    (counts, masses), whole, likeliest = vocab.gather((reached, whole, likeliest))
-    alternatives = partial(_alternatives, vocab, best, likeliest)
-    normaliser, top_ids, top_logprobs = _when(inputs.wants_logprobs, alternatives)
+    (counts, masses), whole, best_ones = vocab.gather((reached, whole, best_ones))
+    report = partial(alternatives, vocab, best_ones)
+    normaliser, top_ids, top_logprobs = _when(inputs.wants_logprobs, report)
     table = cut_search.Table(pivots, counts, masses, whole)
 
     found = _find_cut(vocab, cut, table, blocks, weights, inputs)
@@ -218,8 +284,7 @@ def _sample_split(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
         rank, target = passed(found.masses.T, target)
         # Ranks that are not it search in vain; their result is not looked at.
         index = locate(kept, target)
-        logit = jnp.take_along_axis(logits, index[:, None], axis=1, mode="clip")[:, 0]
-        return rank, vocab.offset + index, logit
+        return rank, vocab.offset + index, undo(_entry(logits, index), index)
 
     rank, *drawn = _when(random, draw)
     drawn = vocab.gather(drawn)
@@ -227,9 +292,10 @@ def _sample_split(logits, inputs: SamplingInputs, vocab: VocabShard) -> Sampled:
         jnp.take_along_axis(x, rank[None], axis=0, mode="clip")[0] for x in drawn
     )
     token_ids = jnp.where(inputs.temperature > 0, drawn_ids, first)
-    own = jnp.where(inputs.temperature > 0, drawn_logits, best)
-    logprobs = jnp.where(inputs.wants_logprobs, own - normaliser, 0.0)
-    return Sampled(token_ids, logprobs, top_ids, top_logprobs)
+    own_first = jnp.where(peaks.token_ids == first, own_peaks, -jnp.inf).max(axis=0)
+    own = jnp.where(inputs.temperature > 0, drawn_logits, own_first)
+    logprobs = jnp.where(inputs.wants_logprobs, jnp.minimum(own - normaliser, 0.0), 0.0)
+    return Sampled(_unless_broken(token_ids, best), logprobs, top_ids, top_logprobs)
 
 
 def _find_cut(
@@ -272,18 +338,23 @@ def _find_cut(
     return lax.cond(cut, deepest, lambda: everything)
 
 
-def _likeliest(vocab: VocabShard, logits, best: Float[Array, " samples"]) -> Likeliest:
+def likeliest(vocab: VocabShard, logits: Float[Array, "samples shard"]) -> Likeliest:
     """This rank's."""
-    mass = jnp.exp(logits - best[:, None]).sum(axis=1)
+    best = logits.max(axis=1)
+    # A rank may have nothing but minus infinity.
+    mass = jnp.exp(logits - jnp.where(best > -jnp.inf, best, 0.0)[:, None]).sum(axis=1)
     top, ids = lax.top_k(logits, min(MAX_LOGPROBS, vocab.size))
-    return Likeliest(mass, top, vocab.offset + ids.astype(jnp.int32))
+    return Likeliest(best, mass, top, vocab.offset + ids.astype(jnp.int32))
 
 
-def _alternatives(vocab: VocabShard, best: Float[Array, " samples"], likeliest: Likeliest):
+def alternatives(
+    vocab: VocabShard, found: Likeliest
+) -> tuple[Float[Array, " samples"], Int[Array, "samples top"], Float[Array, "samples top"]]:
     """What a logit is above its log-probability, and the likeliest of all ranks' lists."""
-    normaliser = best + jnp.log(likeliest.total.sum(axis=0))
+    best = found.best.max(axis=0)
+    normaliser = best + jnp.log((found.total * jnp.exp(found.best - best)).sum(axis=0))
     # Of equals the lower id comes first: so does each rank's own list, and so do the ranks.
-    candidates, ids = (cut_search.side_by_side(x) for x in (likeliest.logits, likeliest.ids))
+    candidates, ids = (cut_search.side_by_side(x) for x in (found.logits, found.ids))
     top, at = lax.top_k(candidates, min(MAX_LOGPROBS, vocab.total))
     ids = jnp.take_along_axis(ids, at, axis=1)
     return normaliser, ids, top - normaliser[:, None]

@@ -18,6 +18,15 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int
 
+from conflux_jax.execution.adjustments import (
+    RowAdjustments,
+    SlotTables,
+    TableAdjustment,
+    count,
+    note,
+    table_shapes,
+    table_specs,
+)
 from conflux_jax.execution.batch import BufferLayout
 from conflux_jax.execution.kv_cache import POOL_SPEC, PoolShape
 from conflux_jax.execution.limits import BatchLimits
@@ -39,16 +48,33 @@ from pallas_kernels.blockwise import Segments
 
 
 class StepState(NamedTuple):
-    """What one step hands to the next on the devices. last_tokens: by slot, on every device."""
+    """What one step hands to the next on the devices. last_tokens: by slot, on every device.
+    tables: what the slots' requests change in their logits."""
 
     pool: jax.Array
     last_tokens: jax.Array
+    tables: SlotTables
 
 
 def state_specs() -> StepState:
     """How the state lies on the mesh: a PartitionSpec for each field."""
-    specs: Any = POOL_SPEC, PartitionSpec()
+    specs: Any = POOL_SPEC, PartitionSpec(), table_specs()
     return StepState(*specs)
+
+
+def state_shapes(dims: DecoderDims, limits: BatchLimits, mesh: Mesh) -> StepState:
+    """Shapes, types and shardings of the state, over the whole mesh."""
+    pool = PoolShape(dims, limits.geometry).shape
+    shaped: Any = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, dtype, spec in (
+            (pool, dims.dtype, POOL_SPEC),
+            ((limits.max_slots,), jnp.int32, PartitionSpec()),
+        )
+    )
+    pool_shape, tokens_shape = shaped
+    tables: Any = table_shapes(limits.max_slots, dims.padded_vocab, mesh)
+    return StepState(pool_shape, tokens_shape, tables)
 
 
 def make_step(
@@ -60,11 +86,13 @@ def make_step(
     bucket: Bucket,
     vocab_limit: int,
     attention: AttentionOptions,
-) -> Callable[..., tuple[StepState, Sampled]]:
-    """The jitted step `(params, state, buffer) -> (state, sampled)` of a bucket.
+) -> Callable[..., tuple[StepState, Sampled, jax.Array | None]]:
+    """The jitted step `(params, state, buffer) -> (state, sampled, hidden)` of a bucket.
 
     buffer: int32 `[groups, layout.size]`, split over groups. sampled: each field `[groups, ...]`.
-    Token ids from `vocab_limit` on have no token and are never sampled.
+    hidden: what the rows leave the last layer as, `[groups, rows, hidden]`, for prompt_scores;
+    None where there is no prefill. Token ids from `vocab_limit` on have no token and are never
+    sampled.
     """
     layout = BufferLayout.make(bucket, limits)
     vocab = VocabShard(dims.padded_vocab // dims.heads.tp, dims.heads.tp, TP)
@@ -74,12 +102,12 @@ def make_step(
         fields = layout.unpack(buffer[0])
         x, pool = forward(model, dims, limits, bucket, state, fields, attention)
         rows = jnp.take(x, fields["sample_rows"], axis=0, mode="clip")
-        logits = model.logits(rows)
-        if vocab_limit < vocab.total:
-            logits = jnp.where(vocab.ids < vocab_limit, logits, -jnp.inf)
-        sampled = sample(logits, _sampling_inputs(fields), vocab)
-        last_tokens = _remember(state.last_tokens, fields["sample_slots"], sampled.token_ids)
-        return StepState(pool, last_tokens), jax.tree.map(lambda leaf: leaf[None], sampled)
+        logits = vocab.limited(model.logits(rows), vocab_limit)
+        adjustment = TableAdjustment(_row_adjustments(fields), state.tables, vocab)
+        sampled = sample(logits, _sampling_inputs(fields), vocab, adjustment)
+        at = fields["sample_slots"], fields["sample_positions"]
+        state, sampled = _remember(state._replace(pool=pool), *at, sampled, vocab)
+        return state, *jax.tree.map(lambda x: x[None], (sampled, x if bucket.prefill else None))
 
     per_group: Any = PartitionSpec(SP)
     specs = state_specs()
@@ -87,7 +115,7 @@ def make_step(
         step,
         mesh=mesh,
         in_specs=(nnx.get_partition_spec(abstract), specs, per_group),
-        out_specs=(specs, Sampled(*(per_group,) * len(Sampled._fields))),
+        out_specs=(specs, per_group, per_group),
         check_vma=False,  # the last tokens are equal on all devices by the all-gather
     )
     return jax.jit(sharded, donate_argnums=(1,))
@@ -113,14 +141,9 @@ def lower_step(
 
     specs = nnx.get_partition_spec(abstract)
     params = jax.tree.map(lambda x, spec: shaped(x.shape, x.dtype, spec), abstract, specs)
-    pool_spec, slots_spec = state_specs()
-    state: Any = (
-        shaped(PoolShape(dims, limits.geometry).shape, dims.dtype, pool_spec),
-        shaped((limits.max_slots,), jnp.int32, slots_spec),
-    )
     size = BufferLayout.make(bucket, limits).size
     buffer = shaped((limits.geometry.groups, size), jnp.int32, PartitionSpec(SP))
-    return step.lower(params, StepState(*state), buffer)
+    return step.lower(params, state_shapes(dims, limits, mesh), buffer)
 
 
 def forward(
@@ -131,8 +154,10 @@ def forward(
     state: StepState,
     fields: dict,
     options: AttentionOptions,
+    num_layers: int | Int[Array, ""] | None = None,
 ):
-    """Hidden states of the packed rows after all layers, and the pool with their KV."""
+    """Hidden states of the packed rows after all layers, or the first `num_layers`, and the pool
+    with their KV."""
     token_ids = fields["token_ids"]
     if bucket.decode_rows:
         fed = jnp.take(state.last_tokens, fields["decode_slots"], axis=0, mode="clip")
@@ -162,7 +187,8 @@ def forward(
 
     # Not `lax.scan`: its own counter cannot be read, and a second one costs launches per layer.
     start = (jnp.int32(0), model.embed(token_ids), state.pool)
-    return lax.while_loop(lambda carry: carry[0] < dims.spec.num_layers, body, start)[1:]
+    last = dims.spec.num_layers if num_layers is None else num_layers
+    return lax.while_loop(lambda carry: carry[0] < last, body, start)[1:]
 
 
 def _of_layer(stacked: jax.Array, index: jax.Array) -> jax.Array:
@@ -200,26 +226,53 @@ def _attention_inputs(bucket: Bucket, f: dict) -> AttentionInputs:
     return AttentionInputs(decode, prefill, handoff)
 
 
-def _sampling_inputs(f: dict) -> SamplingInputs:
-    def as_float(x):
-        return lax.bitcast_convert_type(x, jnp.float32)
+def _as_float(x: jax.Array) -> jax.Array:
+    return lax.bitcast_convert_type(x, jnp.float32)
 
+
+def _sampling_inputs(f: dict) -> SamplingInputs:
     return SamplingInputs(
-        temperature=as_float(f["temperature"]),
+        temperature=_as_float(f["temperature"]),
         top_k=f["top_k"],
-        top_p=as_float(f["top_p"]),
-        min_p=as_float(f["min_p"]),
+        top_p=_as_float(f["top_p"]),
+        min_p=_as_float(f["min_p"]),
         seed=lax.bitcast_convert_type(f["seed"], jnp.uint32),
         position=f["sample_positions"],
         wants_logprobs=f["wants_logprobs"] > 0,
     )
 
 
+def _row_adjustments(f: dict) -> RowAdjustments:
+    return RowAdjustments(
+        slots=f["sample_slots"],
+        listed=f["listed"],
+        position=f["sample_positions"],
+        presence=_as_float(f["presence"]),
+        frequency=_as_float(f["frequency"]),
+        repetition=_as_float(f["repetition"]),
+        biased=f["biased"] > 0,
+        penalised=f["penalised"] > 0,
+    )
+
+
 def _remember(
-    last_tokens: Int[Array, " slots"],
+    state: StepState,
     slots: Int[Array, " samples"],
-    token_ids: Int[Array, " samples"],
-) -> Int[Array, " slots"]:
+    positions: Int[Array, " samples"],
+    sampled: Sampled,
+    vocab: VocabShard,
+) -> tuple[StepState, Sampled]:
     """Every group's new tokens at their slots, on every group; slots past the end are dropped."""
-    gather = partial(lax.all_gather, axis_name=SP, tiled=True)
-    return last_tokens.at[gather(slots)].set(gather(token_ids), mode="drop")
+    # All that reads these is done before they are written, or they would be copied.
+    written = state.tables.marks, state.tables.recent
+    (marks, recent), sampled = lax.optimization_barrier((written, sampled))
+    # One exchange of all: that of the slots alone would depend on nothing in the step, and could
+    # wait for others on threads of a CPU that the layers' exchanges need to get there.
+    rows = jnp.stack([slots, positions, sampled.token_ids], axis=1)
+    slots, positions, token_ids = lax.all_gather(rows, axis_name=SP, tiled=True).T
+    tables = state.tables._replace(
+        marks=count(marks, slots, token_ids, vocab),
+        recent=note(recent, slots, positions, token_ids),
+    )
+    last_tokens = state.last_tokens.at[slots].set(token_ids, mode="drop")
+    return state._replace(last_tokens=last_tokens, tables=tables), sampled

@@ -11,7 +11,7 @@ import itertools
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.plan import (
@@ -182,7 +182,7 @@ class SyntheticPlans:
             placements.append(Placement(slot, 0, self._stretch(slot, limits.decode_table)))
         idle = Workload(bucket, ((),) * limits.geometry.groups)
         plan = self.plan(idle)
-        return replace(plan, admissions=tuple(admissions), placements=tuple(placements))
+        return plan._replace(admissions=tuple(admissions), placements=tuple(placements))
 
     def plan(self, workload: Workload) -> IterationPlan:
         groups, slot, decodes = self._limits.geometry.groups, 0, []

@@ -127,7 +127,7 @@ class AttentionKernels(Protocol):
         heads: HeadLayout,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         """Causal attention of the chunks, to themselves and to their context in the pool, in
-        received order. Rows that are no chunk's may be anything finite."""
+        received order. Rows that are no chunk's may hold anything, but their values are finite."""
         ...
 
 

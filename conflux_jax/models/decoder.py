@@ -77,17 +77,26 @@ class Layer(nnx.Module):
         cos: Float[Array, "rows half"],
         sin: Float[Array, "rows half"],
     ) -> Float[Array, "rows groups qkv_heads head_dim"]:
-        """Rotated queries, rotated keys and values of this rank's heads, by owning group."""
+        """Rotated queries, rotated keys and values of this rank's heads, by owning group.
+
+        Values are always finite. Kernels read rows that are another request's, or were, and give
+        them weight 0; of a value that is no number 0 times would be none either, and one request's
+        overflow would spoil the next. What a value was not stands in its key, so that whoever may
+        see it still does.
+        """
         spec, heads = self.dims.spec, self.dims.heads
         normed = rms_norm(x, self.input_norm[...], spec.rms_norm_eps)
         projected = self._linear(normed, self.wqkv[...]).astype(x.dtype)
         projected = projected.reshape(x.shape[0], heads.groups, -1, spec.head_dim)
         num_q, num_kv = heads.q_per_device, heads.kv_per_device
         qk, v = jnp.split(projected, (num_q + num_kv,), axis=2)
+        is_number = jnp.isfinite(v)
         if spec.qk_norm:  # queries and keys at once: it is one kernel less
             weights = [self.q_norm[...]] * num_q + [self.k_norm[...]] * num_kv
             qk = rms_norm(qk, jnp.stack(weights), spec.rms_norm_eps)
-        return jnp.concatenate([rotate(qk, cos, sin), v], axis=2)
+        q, k = jnp.split(rotate(qk, cos, sin), (num_q,), axis=2)
+        k, v = jnp.where(is_number, k, jnp.nan), jnp.where(is_number, v, 0)
+        return jnp.concatenate([q, k, v], axis=2)
 
     def finish(
         self, x: Float[Array, "rows hidden"], attention: Float[Array, "rows q_width"]

@@ -30,10 +30,11 @@ from pallas_kernels.mixed_attention import (
     mixed_attention,
     num_counters,
 )
-from pallas_kernels.prefill_attention import PrefillTuning, prefill_attention
-from pallas_kernels.prefill_plan import ROW_GRAIN, PrefillPlan, plan_prefill
+from pallas_kernels.prefill_attention import PrefillTuning, num_tickets, prefill_attention
+from pallas_kernels.prefill_plan import ROW_GRAIN, PrefillPlan, divide_keys, plan_prefill
 
 HOPPER = "9.0"  # compute capability
+DECODE_SMS = 64  # where neither config nor profile says: a guess
 
 
 class DecodePlan(NamedTuple):
@@ -45,10 +46,12 @@ class DecodePlan(NamedTuple):
 
 
 class PlannedPrefill(NamedTuple):
-    """What prefill attention works on, and how many programs do."""
+    """What prefill attention works on, and how many programs do. tickets: as `DecodePlan`'s, of its
+    own; None also where the launch has other counters."""
 
     plan: PrefillPlan
     programs: int
+    tickets: Int[Array, " tickets"] | None
 
 
 @dataclass(frozen=True)
@@ -75,18 +78,23 @@ class HopperKernels:
         both = decode is not None and prefill is not None
         divided = self.decode_sms if both else 0
         fused = self.fused and both and decode_heads == heads
+        prefill_tickets = 0
+        if prefill is not None:
+            programs = self.programs - (0 if fused else divided)
+            plan = plan_prefill(prefill.segments, prefill.received, heads.groups)
+            plan = divide_keys(plan, heads.q_per_device, programs)
+            prefill_tickets = num_tickets(plan, heads.q_per_device)
+            counts = not fused and prefill_tickets and not self.interpretable
+            tickets = jnp.zeros(prefill_tickets, jnp.int32) if counts else None
+            plan, tickets = _made_once((plan, tickets))
+            prefill = prefill._replace(plan=PlannedPrefill(plan, programs, tickets))
         if decode is not None:
             programs = STRETCHES * self.programs if fused else divided or self.programs
-            counters = num_counters(programs) if fused else programs
+            counters = num_counters(programs, prefill_tickets) if fused else programs
             kv_heads = decode_heads.kv_per_rank
             stretches = decode_plan(decode.context_lens, kv_heads, programs)
             tickets = None if self.interpretable else jnp.zeros(counters, jnp.int32)
-            plan = _made_once(DecodePlan(stretches, tickets))
-            decode = decode._replace(plan=plan)
-        if prefill is not None:
-            plan = _made_once(plan_prefill(prefill.segments, prefill.received, heads.groups))
-            plan = PlannedPrefill(plan, self.programs - divided)
-            prefill = prefill._replace(plan=plan)
+            decode = decode._replace(plan=_made_once(DecodePlan(stretches, tickets)))
         return inputs._replace(decode=decode, prefill=prefill)
 
     def decode(self, sent, pool, layer, inputs: DecodeInputs, heads: HeadLayout):
@@ -158,11 +166,13 @@ class HopperKernels:
         )
 
     def prefill(self, received, pool, layer, inputs: PrefillInputs, heads: HeadLayout):
-        plan, programs = inputs.plan
+        plan, programs, tickets = inputs.plan
         tokens, kv_heads = received.shape[0], heads.kv_per_device
         tuning = PrefillTuning(programs, interpretable=self.interpretable)
         rows = _padded(received)
-        out, _ = prefill_attention(rows, pool, layer, plan, kv_heads=kv_heads, tuning=tuning)
+        out, _ = prefill_attention(
+            rows, pool, layer, plan, kv_heads=kv_heads, tuning=tuning, tickets=tickets
+        )
         return out[:tokens]
 
 
@@ -184,9 +194,23 @@ def attention_options(
     kernels = choose_kernels(execution.attention, device, dtype, head_dim, page_tokens)
     options = AttentionOptions.make(execution.overlap, device.platform, kernels)
     if isinstance(kernels, HopperKernels) and not options.ordered:
-        kernels = replace(kernels, decode_sms=execution.decode_sms, fused=options.fused)
+        decode_sms = execution.decode_sms or DECODE_SMS
+        kernels = replace(kernels, decode_sms=decode_sms, fused=options.fused)
         options = replace(options, kernels=kernels)
     return options
+
+
+def decode_sms_of(options: AttentionOptions) -> int | None:
+    """How many multiprocessors decode attention has while prefill attention runs beside it; None
+    where they are not divided."""
+    kernels = options.kernels
+    return (kernels.decode_sms or None) if isinstance(kernels, HopperKernels) else None
+
+
+def with_decode_sms(options: AttentionOptions, decode_sms: int) -> AttentionOptions:
+    """Of options that divide the multiprocessors, the same with another division."""
+    assert isinstance(options.kernels, HopperKernels) and options.kernels.decode_sms
+    return replace(options, kernels=replace(options.kernels, decode_sms=decode_sms))
 
 
 def choose_kernels(

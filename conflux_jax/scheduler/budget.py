@@ -17,9 +17,12 @@ from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.scheduler.correction import Correction
 from conflux_jax.scheduler.latency_model import (
     IterationShape,
+    LatencyModel,
     LatencyPredictor,
+    Parts,
     iteration_shape,
 )
+from conflux_jax.scheduler.state import Running
 from conflux_jax.scheduler.waterfill import waterfill
 
 
@@ -37,12 +40,13 @@ NO_DECODES = Decodes((), ())
 
 
 class Chosen(NamedTuple):
-    """lengths: tokens of each prompt. tokens: that the level has room for. predicted_s: corrected,
-    0 without a latency model."""
+    """lengths: tokens of each prompt. tokens: that the level has room for. With a latency model,
+    what was looked at: the shape of the iteration, and its seconds, corrected."""
 
     level: int
     tokens: int
     lengths: list[int]
+    shape: IterationShape | None = None
     predicted_s: float = 0.0
 
 
@@ -63,7 +67,22 @@ class Budget:
         self._most = max_num_batched_tokens
         rungs = [rows for rows in ladders.rows if rows < self.max_level]
         self._levels = [*rungs, self.max_level]
+        self.idle = Decodes((0,) * geometry.groups, (0,) * geometry.groups)
         self._last = 0  # rung that was chosen last: where the next search begins
+
+    @property
+    def levels(self) -> Sequence[int]:
+        """Those that can be chosen, rising."""
+        return self._levels
+
+    def decodes_of(self, running: Running) -> Decodes:
+        """Of the next iteration."""
+        table, longest, target_s = running.decoding, 0, math.inf
+        if self.predictor is not None:
+            handing = running.handing.values()
+            target_s = min([table.tbt_slo_s, *(state.tbt_slo_s for state in handing)])
+            longest = table.longest_context
+        return Decodes(table.num_rows, list(table.context_tokens), longest, target_s)
 
     def room(self, level: int, loads: Sequence[int]) -> int:
         """Prefill tokens that fit beside `loads` decodes: up to the level in each group, and up to
@@ -122,6 +141,19 @@ class Budget:
         factor = self.corrections[shape.bucket.prefill].factor
         return self.predictor.predict_s(shape) * factor
 
+    def expect_s(self, shape: IterationShape) -> float:
+        """Corrected, without a margin: the mean, not what a target is held against."""
+        if self.predictor is None:
+            return 0.0
+        return self.predictor.predict_s(shape) * self.corrections[shape.bucket.prefill].ratio
+
+    def parts(self, shape: IterationShape) -> Parts | None:
+        """Corrected, without the margin; None where the predictor has no parts."""
+        if not isinstance(self.predictor, LatencyModel):
+            return None
+        ratio = self.corrections[shape.bucket.prefill].ratio
+        return Parts(*[ratio * seconds for seconds in self.predictor.parts(shape)])
+
     def observe(self, shape: IterationShape, elapsed_s: float) -> None:
         """What an iteration of that shape took."""
         if self.predictor is not None:
@@ -150,8 +182,8 @@ class Budget:
         self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]
     ) -> Chosen:
         chosen = self._fill(level, decodes, prompts)
-        predicted_s = max(self.predict_s(self._shape(decodes, chosen, prompts)), 1e-9)
-        return chosen._replace(predicted_s=predicted_s)
+        shape = self._shape(decodes, chosen, prompts)
+        return chosen._replace(shape=shape, predicted_s=max(self.predict_s(shape), 1e-9))
 
     def _fill(self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         tokens = left = self.room(level, decodes.loads)
@@ -169,8 +201,10 @@ class Budget:
             for (start, _), length in zip(prompts, chosen.lengths, strict=True)
             if length
         ]
-        total = sum(chosen.lengths)
-        shares = waterfill(decodes.loads, max(chosen.level, 1), total) if total else ()
+        return self.shape(decodes, chunks, self.bucket(chosen.level, sum(chosen.lengths), decodes))
+
+    def bucket(self, level: int, tokens: int, decodes: Decodes) -> Bucket:
+        """What so many prefill tokens run in, up to the level beside the decodes."""
+        shares = waterfill(decodes.loads, max(level, 1), tokens) if tokens else ()
         shares = shares or (0,) * len(decodes.loads)
-        bucket = self._ladders.fit(decodes.loads, shares, self._geometry.needs_handoff)
-        return self.shape(decodes, chunks, bucket)
+        return self._ladders.fit(decodes.loads, shares, self._geometry.needs_handoff)

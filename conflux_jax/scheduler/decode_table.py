@@ -1,24 +1,27 @@
 """The running decodes, a column for each number that every iteration moves.
 
-Thousands of rows go forward by a few NumPy operations; Python looks only at those to which
-something happens: a page to open, an end.
+Thousands of rows go forward by a few NumPy operations. Python looks only at those to which
+something happens, a page to open or an end; when that is, is known from the start, since every row
+goes forward by one token an iteration, and stands in a calendar.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from conflux_jax.plan import DecodeRows
+from conflux_jax.scheduler.cohort import Cohort
 
 if TYPE_CHECKING:
     from conflux_jax.scheduler.state import RequestState
 
-_SLOT, _POSITION, _NEW_PAGE, _CAPACITY, _END, _IN_USE = range(6)
-_FREE_ROW = (0, 0, -1, -1, -1, 0)
-_FIRST_ROWS, _FIRST_PAGES = 16, 8
+_SLOT, _POSITION, _NEW_PAGE, _IN_USE = range(4)
+_FREE_ROW = (0, 0, -1, 0)
+_FIRST_ROWS = 16
 
 
 class Members(NamedTuple):
@@ -29,25 +32,58 @@ class Members(NamedTuple):
     states: tuple[RequestState, ...]
 
 
+class Calendar:
+    """Who is due at which step."""
+
+    def __init__(self):
+        self._days: dict[int, dict[RequestState, None]] = {}
+
+    def add(self, step: int, state: RequestState) -> None:
+        day = self._days.get(step)
+        if day is None:
+            self._days[step] = {state: None}
+        else:
+            day[state] = None
+
+    def remove(self, step: int, state: RequestState) -> None:
+        """Nothing happens where it is not there (any more)."""
+        day = self._days.get(step)
+        if day is not None:
+            day.pop(state, None)
+            if not day:
+                del self._days[step]
+
+    def steps(self) -> Iterator[int]:
+        """Of everybody."""
+        return (step for step, day in self._days.items() for _ in day)
+
+    def take(self, step: int) -> list[RequestState]:
+        """They are not in it any more."""
+        return list(self._days.pop(step, ()))
+
+
 class DecodeTable:
-    """`states[group][row]` has a row: its slot, the position of its next token, the page that this
-    opens (-1: none), the tokens that its pages hold, and the position at which it has all its
-    samples. Who leaves is replaced by the group's last row.
+    """`states[group][row]` has a row: its slot, the position of its next token, and the page that
+    this opens (-1: none). Who leaves is replaced by the group's last row.
 
     All groups are one array `[columns, groups, rows]`, since it is the number of operations that
-    costs, not their size. A row that is not in use has a capacity and an end that no position
-    reaches, and does not move. Pages that a row opens are kept here, and handed to its state when
-    it leaves.
+    costs, not their size. A row that is not in use does not move. step: iterations so far.
+    page_tokens: of a page that opens.
     """
 
-    def __init__(self, groups: int):
+    def __init__(self, groups: int, page_tokens: int):
         self.states: list[list[RequestState]] = [[] for _ in range(groups)]
         self.context_tokens = [0] * groups  # that the next iteration's rows read
+        self.step = 0
+        self._ids: list[list[str]] = [[] for _ in range(groups)]
         self._members: list[Members | None] = [None] * groups
         self._columns = self._free_rows(_FIRST_ROWS)
-        self._opened = np.zeros((groups, _FIRST_ROWS, _FIRST_PAGES), np.int32)
-        self._num_opened = np.zeros((groups, _FIRST_ROWS), np.int64)
         self._targets = np.full((groups, _FIRST_ROWS), math.inf)
+        self._longest: int | None = 0  # None: to be looked up, as `_tightest`
+        self._tightest: float | None = math.inf
+        self._cohorts = [Cohort() for _ in range(page_tokens)]  # by the step modulo their number
+        self._joins = Calendar()  # their cohort, by the step whose token is the first without page
+        self._ends = Calendar()  # by the step after the last token
 
     def _free_rows(self, rows: int) -> np.ndarray:
         column = np.array(_FREE_ROW, np.int32)[:, None, None]
@@ -60,108 +96,109 @@ class DecodeTable:
 
     @property
     def longest_context(self) -> int:
-        return int(self._columns[_POSITION].max())
+        if self._longest is None:
+            self._longest = int(self._columns[_POSITION].max())
+        return self._longest
 
     @property
     def tbt_slo_s(self) -> float:
         """The tightest target of all."""
-        return float(self._targets.min())
+        if self._tightest is None:
+            self._tightest = float(self._targets.min())
+        return self._tightest
 
     def join(self, state: RequestState, capacity: int) -> None:
         """capacity: tokens that its pages hold."""
         group, row = state.group, len(self.states[state.group])
         if row == self._columns.shape[2]:
-            self._add_rows(row)
-        end = state.num_tokens + state.unplanned
-        self._columns[:, group, row] = state.slot, state.num_tokens, -1, capacity, end, 1
+            self._columns = np.concatenate([self._columns, self._free_rows(row)], axis=2)
+            more = np.full_like(self._targets, math.inf)
+            self._targets = np.concatenate([self._targets, more], axis=1)
+        self._columns[:, group, row] = state.slot, state.num_tokens, -1, 1
         self._targets[group, row] = state.tbt_slo_s
+        self._longest = self._tightest = None
         self.context_tokens[group] += state.num_tokens
         self.states[group].append(state)
+        self._ids[group].append(state.request_id)
         self._members[group] = None
-        state.table, state.row = self, row
-
-    def _add_rows(self, rows: int) -> None:
-        """As many as there are."""
-        self._columns = np.concatenate([self._columns, self._free_rows(rows)], axis=2)
-        self._targets = _doubled(self._targets, 1, math.inf)
-        self._opened = _doubled(self._opened, 1)
-        self._num_opened = _doubled(self._num_opened, 1)
+        state.full_at = self.step + capacity - state.num_tokens
+        state.ends_at = self.step + state.unplanned
+        self._joins.add(state.full_at, state)
+        self._ends.add(state.ends_at, state)
+        state.table, state.row, state.joined_at = self, row, self.step
 
     def leave(self, state: RequestState) -> None:
         decoded = state.num_decoded
         state.num_tokens += decoded
         state.num_planned += decoded
+        if state.cohort is None:
+            self._joins.remove(state.full_at, state)
+        else:
+            state.cohort.remove(state)
+        self._ends.remove(state.ends_at, state)
         group, row = state.group, state.row
-        state.pages.frombytes(self.opened(group, row).tobytes())
-        states = self.states[group]
+        states, ids = self.states[group], self._ids[group]
         last = len(states) - 1
         self.context_tokens[group] -= state.num_tokens
         self._columns[:, group, row] = self._columns[:, group, last]
         self._columns[:, group, last] = _FREE_ROW
         self._targets[group, row] = self._targets[group, last]
         self._targets[group, last] = math.inf
-        self._opened[group, row] = self._opened[group, last]
-        self._num_opened[group, row] = self._num_opened[group, last]
-        self._num_opened[group, last] = 0
-        states[row] = states[last]
+        self._longest = self._tightest = None
+        states[row], ids[row] = states[last], ids[last]
         states[row].row = row
+        if (cohort := states[row].cohort) is not None:
+            cohort.moved()
         states.pop()
+        ids.pop()
         self._members[group] = None
         state.table, state.row = None, -1
 
-    def position(self, group: int, row: int) -> int:
-        return int(self._columns[_POSITION, group, row])
+    def full(self) -> Cohort:
+        """Those whose next token needs a page; before they advance all must have one, or leave."""
+        cohort = self._cohorts[self.step % len(self._cohorts)]
+        for state in self._joins.take(self.step):
+            cohort.add(state)
+        return cohort
 
-    def members(self, group: int) -> Members:
-        members = self._members[group]
-        if members is None:
-            states = tuple(self.states[group])
-            members = Members(tuple([state.request_id for state in states]), states)
-            self._members[group] = members
-        return members
+    def rows_left(self) -> list[int]:
+        """Of every row, how many the next iterations can still have; in no order."""
+        return [step - self.step for step in self._ends.steps()]
 
-    def full(self) -> tuple[np.ndarray, np.ndarray]:
-        """Groups, rising, and rows whose next token needs a page."""
-        return self._at(_CAPACITY)
+    def open_page(self, state: RequestState, page: int) -> None:
+        """A page for one of those that are full, while others of them may have to leave."""
+        assert state.cohort is not None
+        state.cohort.settle(state)
+        state.pages.append(page)
+        self._columns[_NEW_PAGE, state.group, state.row] = page
 
-    def _at(self, column: int) -> tuple[np.ndarray, np.ndarray]:
-        """Groups, rising, and rows whose position is that number."""
+    def open_pages(self, cohort: Cohort, pages: list[int]) -> None:
+        """A page for each of those that are full."""
+        self._columns[_NEW_PAGE, *cohort.where.cells] = pages
+        cohort.open(pages)
+
+    def advance(self) -> tuple[list[DecodeRows], list[Sequence[RequestState]], list[RequestState]]:
+        """For each group the rows of the next iteration and whose they are; and all for whom it is
+        the last."""
         columns = self._columns
-        reached = (columns[_POSITION] == columns[column]).ravel().nonzero()[0]
-        return np.divmod(reached, columns.shape[2])
-
-    def open_pages(
-        self, groups: np.ndarray, rows: np.ndarray, pages: np.ndarray, page_tokens: int
-    ) -> None:
-        """One page for each of some rows."""
-        self._columns[_NEW_PAGE, groups, rows] = pages
-        self._columns[_CAPACITY, groups, rows] += page_tokens
-        places = self._num_opened[groups, rows]
-        if places.max() == self._opened.shape[2]:
-            self._opened = _doubled(self._opened, 2)
-        self._opened[groups, rows, places] = pages
-        self._num_opened[groups, rows] = places + 1
-
-    def opened(self, group: int, row: int) -> np.ndarray:
-        """The pages that a row has opened, int32."""
-        return self._opened[group, row, : self._num_opened[group, row]]
-
-    def advance(self) -> tuple[list[DecodeRows], list[RequestState]]:
-        """For each group the rows of the next iteration, and all for whom it is the last."""
-        columns = self._columns
-        slots, positions, new_pages = columns[: _NEW_PAGE + 1].copy()
+        taken = columns[: _NEW_PAGE + 1].copy()
         columns[_POSITION] += columns[_IN_USE]
         columns[_NEW_PAGE] = -1
-        rows = []
-        for group, states in enumerate(self.states):
-            n = len(states)
+        self.step += 1
+        if self._longest is not None:
+            self._longest += 1
+        rows, samplers = [], []
+        for group in range(len(self.states)):
+            ids, states = self._of(group)
+            n = len(ids)
             self.context_tokens[group] += n
-            taken = slots[group, :n], positions[group, :n], new_pages[group, :n]
-            rows.append(DecodeRows(self.members(group).ids, *taken))
-        pairs = zip(*(numbers.tolist() for numbers in self._at(_END)), strict=True)
-        return rows, [self.states[group][row] for group, row in pairs]
+            rows.append(DecodeRows(ids, taken[:, group, :n]))
+            samplers.append(states)
+        return rows, samplers, self._ends.take(self.step)
 
-
-def _doubled(array: np.ndarray, axis: int, fill: float = 0) -> np.ndarray:
-    """With as much again behind it."""
-    return np.concatenate([array, np.full_like(array, fill)], axis=axis)
+    def _of(self, group: int) -> Members:
+        members = self._members[group]
+        if members is None:
+            members = Members(tuple(self._ids[group]), tuple(self.states[group]))
+            self._members[group] = members
+        return members

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from conflux_jax.plan import (
     Admission,
     DecodeRows,
@@ -20,7 +22,8 @@ from conflux_jax.scheduler.waterfill import waterfill
 class Draft:
     """`decoding`, `prefilled`: who gets a token, in the order of `IterationPlan.samples`: the
     decodes of each group, then prompts with their last chunk. `ending`: those whose last sample
-    this is. `handed`: those whose hand-off this completes."""
+    this is. `handed`: those whose hand-off this completes. `scored`: those with a chunk that
+    asked for log-probabilities of their prompt."""
 
     def __init__(self):
         self.decodes: list[DecodeRows] = []
@@ -28,13 +31,16 @@ class Draft:
         self.handoffs: list[Handoff] = []
         self.admissions: list[Admission] = []
         self.placements: list[Placement] = []
-        self.decoding: list[tuple[RequestState, ...]] = []
+        self.decoding: list[Sequence[RequestState]] = []
         self.prefilled: list[RequestState] = []
         self.ending: list[RequestState] = []
         self.handed: list[RequestState] = []
+        self.scored: list[RequestState] = []
         self.preempted = False
         self.load = NO_DECODES
-        self.budget = 0  # prefill tokens that fit beside the decodes
+        self.level = 0  # rows that a group may have
+        self.budget = 0  # prefill tokens that fit beside the decodes, up to the level
+        self.looked_at: IterationShape | None = None  # by whom the budget was chosen
         self.shape: IterationShape | None = None  # where there is a latency model
 
     def add_placement(self, state: RequestState) -> None:
@@ -46,16 +52,18 @@ class Draft:
 
     def seal(self, iteration: int, budget: Budget, ladders: Ladders) -> IterationPlan:
         """The plan in the smallest bucket that holds it, and its `shape`."""
-        shares = waterfill(self.load.loads, budget.max_level, sum(c.length for c in self.chunks))
-        moves, predicted_s = bool(self.handoffs), 0.0
-        bucket = ladders.fit(self.load.loads, shares, moves)
-        if budget.predictor is not None:
+        tokens = sum([chunk.length for chunk in self.chunks])
+        shares = waterfill(self.load.loads, budget.max_level, tokens)
+        shape, predicted_s = self.looked_at, 0.0
+        if shape is None or not tokens or tokens != shape.prefill_tokens:  # not what was chosen
+            bucket = ladders.fit(self.load.loads, shares, bool(self.handoffs))
             chunks = [(chunk.start, chunk.length) for chunk in self.chunks]
-            self.shape = budget.shape(self.load, chunks, bucket)
-            predicted_s = budget.predict_s(self.shape)
+            shape = budget.shape(self.load, chunks, bucket)
+        if budget.predictor is not None:
+            self.shape, predicted_s = shape, budget.predict_s(shape)
         return IterationPlan(
             iteration=iteration,
-            bucket=bucket,
+            bucket=shape.bucket,
             decodes=tuple(self.decodes),
             chunks=tuple(self.chunks),
             prefill_shares=shares,
@@ -63,4 +71,6 @@ class Draft:
             admissions=tuple(self.admissions),
             placements=tuple(self.placements),
             predicted_s=predicted_s,
+            level=self.level,
+            prefill_room=self.budget,
         )

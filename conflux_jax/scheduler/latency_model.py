@@ -105,16 +105,22 @@ def iteration_shape(
     decode attention is spread over the groups (`PoolGeometry.shared`), each with its part of all.
     """
     total = sum(contexts)
+    tokens = work = blocks = keys = 0
+    for start, length in chunks:
+        tokens += length
+        work += prefill_work(start, length)
+        blocks += -(-length // QUERY_BLOCK)
+        keys = max(keys, start + length)
     return IterationShape(
         bucket=bucket,
         context_tokens=-(-total // len(contexts)) if shared else max(contexts),
         all_context_tokens=total,
         longest_context=longest_context,
         num_chunks=len(chunks),
-        prefill_tokens=sum([length for _, length in chunks]),
-        prefill_work=sum([prefill_work(start, length) for start, length in chunks]),
-        prefill_blocks=sum([-(-length // QUERY_BLOCK) for _, length in chunks]),
-        block_keys=max([start + length for start, length in chunks], default=0),
+        prefill_tokens=tokens,
+        prefill_work=work,
+        prefill_blocks=blocks,
+        block_keys=keys,
     )
 
 
@@ -149,7 +155,8 @@ class Curve(NamedTuple):
 
 class Parts(NamedTuple):
     """Seconds of an iteration's parts. `linear` holds all that is in neither path: embedding, head,
-    sampling, the host's share; `head` is its part that depends on how many rows may sample."""
+    sampling, the host's share; `head` is its part that depends on how many rows may sample.
+    `communication` is the static part of `prefill`: what it sends over the groups."""
 
     linear: float
     head: float
@@ -157,6 +164,7 @@ class Parts(NamedTuple):
     prefill: float
     decode: float
     stage: float  # both paths together
+    communication: float
 
     @property
     def total(self) -> float:
@@ -184,6 +192,9 @@ class LatencyModel:
 
     k_d, k_p: the share of the other path's time that the prefill and the decode path lose to it. 1
     and 1: they run one after the other. 0 and 0: the shorter one is hidden.
+
+    decode_sms: how a GPU's multiprocessors were divided between the phases when it was measured;
+    None where they are not. An engine whose config leaves it open divides them so.
     """
 
     identity: Identity
@@ -204,6 +215,7 @@ class LatencyModel:
     k_d: float = 1.0
     k_p: float = 1.0
     lanes: float = 1.0
+    decode_sms: int | None = None
     _static: dict[Bucket, tuple[float, float, float, float, float]] = field(
         default_factory=dict, init=False, compare=False, repr=False
     )
@@ -227,6 +239,7 @@ class LatencyModel:
             prefill=prefill,
             decode=decode,
             stage=max(prefill + self.k_d * decode, decode + self.k_p * prefill),
+            communication=self.communication.at(bucket.rows) if bucket.prefill else 0.0,
         )
 
     def _paths(self, shape: IterationShape) -> tuple[float, float, float]:
@@ -244,11 +257,11 @@ class LatencyModel:
                 + self.token_s * shape.prefill_tokens
             )
         if bucket.decode_rows:
-            decode += (
-                self.context_s * shape.context_tokens
-                + self.all_context_s * shape.all_context_tokens
-                + self.padded_context_s * padded_context(shape)
-            )
+            context = self.context_s * shape.context_tokens
+            context += self.all_context_s * shape.all_context_tokens
+            if self.padded_context_s:
+                context += self.padded_context_s * padded_context(shape)
+            decode += context
         return fixed, prefill, decode
 
     def _price(self, bucket: Bucket) -> tuple[float, float, float, float, float]:
@@ -267,6 +280,8 @@ class LatencyModel:
             if isinstance(value, Curve):
                 model[name] = value._asdict()
         document = {"format": FORMAT, "identity": self.identity, "model": model}
+        if self.decode_sms is not None:
+            document["decode_sms"] = self.decode_sms
         return json.dumps(document, indent=1) + "\n"
 
     @classmethod
@@ -285,8 +300,12 @@ class LatencyModel:
         if wrong := sorted(names ^ set(model)):
             problem = "missing" if wrong[0] in names else "no such number"
             raise ConfigError(f"model.{wrong[0]}: {problem}")
+        decode_sms = document.get("decode_sms")
+        if decode_sms is not None and (type(decode_sms) is not int or decode_sms < 1):
+            raise ConfigError(f"decode_sms: must be an integer of at least 1, got {decode_sms!r}")
         try:
-            return cls(identity, **{name: _parsed(name, value) for name, value in model.items()})
+            numbers = {name: _parsed(name, value) for name, value in model.items()}
+            return cls(identity, **numbers, decode_sms=decode_sms)
         except ValueError as error:
             raise ConfigError(f"model.{error}") from error
 
@@ -294,13 +313,18 @@ class LatencyModel:
         Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
+    def read(cls, path: str | Path) -> LatencyModel:
+        """The model in a file, whatever engine it is of. Raises ConfigError that names the file."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, ConfigError) as error:
+            raise ConfigError(f"latency profile {path}: {error}") from error
+
+    @classmethod
     def load(cls, path: str | Path, identity: Identity) -> LatencyModel:
         """The model in a file, for an engine of that identity. Raises ConfigError that names the
         file, and every field of the identity that differs."""
-        try:
-            model = cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, ConfigError) as error:
-            raise ConfigError(f"latency profile {path}: {error}") from error
+        model = cls.read(path)
         own = json.loads(json.dumps(identity))  # tuples are lists in a file
         differing = [
             f"{name} is {json.dumps(own.get(name))}, the profile's {json.dumps(value)}"
@@ -342,8 +366,9 @@ def read_share(groups: int) -> float:
 
 
 def _stored_fields() -> list[Any]:
-    """The fields of a LatencyModel that are numbers."""
-    return [item for item in fields(LatencyModel) if item.init and item.name != "identity"]
+    """The fields of a LatencyModel that seconds are made of."""
+    others = "identity", "decode_sms"
+    return [item for item in fields(LatencyModel) if item.init and item.name not in others]
 
 
 def _parsed(name: str, value: Any) -> Any:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import heapq
 from array import array
-
-import numpy as np
+from operator import gt
 
 from conflux_jax.plan import PoolGeometry
 from conflux_jax.scheduler.decode_table import DecodeTable
@@ -84,9 +83,13 @@ class Memory:
     def has_slot(self) -> bool:
         return bool(self._slots)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
+
     def free_pages(self) -> list[int]:
         """Per pool (`PoolGeometry.pool_of`)."""
-        return [self.pool.num_free(pool) for pool in range(self.geometry.num_pools)]
+        return self.pool.free_pages()
 
     def unpledged_pages(self) -> list[int]:
         """Per pool; negative where decodes have grown into what was pledged."""
@@ -163,9 +166,8 @@ class Memory:
             state.pages = self.pool.allocate(group, need)
             self.unhanded[group] += need
         else:
-            assert state.prefill_pages is not None
-            state.pages = array("i", state.prefill_pages[0].tobytes())
-            state.prefill_pages = None
+            state.pages = state.prefill_pages[0][:]
+            state.prefill_pages = ()
         state.group = group
         self.num_rows[group] += 1
         self.context_tokens[group] += state.context_tokens
@@ -186,31 +188,29 @@ class Memory:
         pool = self.geometry.pool_of(state.group)
         if not self.pool.num_free(pool):
             return False
-        pages = np.array(self.pool.allocate(pool, 1))
-        at = np.array([state.group]), np.array([state.row])
-        state.table.open_pages(*at, pages, self.geometry.page_tokens)
+        (page,) = self.pool.allocate_each([pool])
+        state.table.open_page(state, page)
         return True
 
     def grow_all(self, table: DecodeTable) -> bool:
         """Open a page for every running decode that needs one. False, and nothing changed, where
         some pool has too few."""
-        groups, rows = table.full()
-        if not len(rows):
+        full = table.full()
+        if not full.members:
             return True
-        need = np.bincount(groups, minlength=self.geometry.groups).tolist()
-        if self.geometry.shared:
-            need = [sum(need)]
-        if any(pages > free for pages, free in zip(need, self.free_pages(), strict=True)):
+        groups = full.where.groups
+        pools = [0] * len(groups) if self.geometry.shared else groups
+        free = self.free_pages()
+        if min(free) < len(pools) and any(map(gt, map(pools.count, range(len(free))), free)):
             return False
-        pages = self.pool.allocate_each(need)
-        table.open_pages(groups, rows, pages, self.geometry.page_tokens)
+        table.open_pages(full, self.pool.allocate_each(pools))
         return True
 
     def release_prefill(self, state: RequestState) -> None:
         """After a hand-off: the prompt's pages in prefill layout."""
-        if state.prefill_pages is not None:
+        if state.prefill_pages:
             self.pool.free_all(state.prefill_pages)
-            state.prefill_pages = None
+            state.prefill_pages = ()
 
     def release(self, state: RequestState, for_good: bool = True) -> None:
         """Everything that a request holds, in any phase (nothing, if it holds nothing). for_good:

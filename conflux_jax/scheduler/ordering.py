@@ -9,10 +9,11 @@ from __future__ import annotations
 import bisect
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from conflux_jax.config import SchedulerConfig
+from conflux_jax.scheduler.latency_model import prefill_work
 from conflux_jax.scheduler.state import RequestState
 
 Rank = tuple[float, float, int]  # class, place in it, arrival
@@ -178,6 +179,7 @@ class BoundedBypass:
 
     def __init__(self, inner: Ordering, bound: int):
         self._inner, self._bound = inner, bound
+        self.num_pairs = 0  # `prefill_work` of all that wait
         # By arrival, but for those in _back. Ordered: a plain dict finds its first after many left
         # only by passing all their holes.
         self._waiting: OrderedDict[int, RequestState] = OrderedDict()
@@ -194,12 +196,14 @@ class BoundedBypass:
 
     def add(self, state: RequestState) -> None:
         self._inner.add(state)
+        self.num_pairs += prefill_work(0, state.queued_tokens)
         self._waiting[state.order] = state
         if state.num_preemptions:
             heapq.heappush(self._back, state.order)
 
     def remove(self, state: RequestState) -> None:
         self._inner.remove(state)
+        self.num_pairs -= prefill_work(0, state.queued_tokens)
         del self._waiting[state.order]
 
     def admit(self, state: RequestState) -> None:
@@ -219,13 +223,13 @@ class BoundedBypass:
         del self._admitted[:past]
 
     def rank(self, state: RequestState, now: float, pace: float) -> Rank:
-        if state is self._oldest_started and self._is_due(state, self._admitted):
+        if state is self._oldest_started and self._is_due(state, ()):
             return (-1.0, 0.0, state.order)
         return self._inner.rank(state, now, pace)
 
     def waiting(self, now: float, pace: float) -> Iterator[RequestState]:
         """As the inner ordering has it, each behind those before it that are due."""
-        ahead = list(self._admitted)  # and those that come before, in this very iteration
+        ahead: list[int] = []  # orders of those that come before, in this very iteration; sorted
         seen: set[int] = set()
         arrivals = self._by_arrival()
         first = next(arrivals, None)
@@ -248,8 +252,13 @@ class BoundedBypass:
                 bisect.insort(ahead, state.order)
                 yield state
 
-    def _is_due(self, state: RequestState, ahead: list[int]) -> bool:
-        return len(ahead) - bisect.bisect_right(ahead, state.order) >= self._bound
+    def _is_due(self, state: RequestState, ahead: Sequence[int]) -> bool:
+        """Whether enough of later order were admitted or, in this iteration, come before it."""
+        most = len(self._admitted) + len(ahead)
+        if most < self._bound:
+            return False
+        before = bisect.bisect_right(self._admitted, state.order)
+        return most - before - bisect.bisect_right(ahead, state.order) >= self._bound
 
     def _by_arrival(self) -> Iterator[RequestState]:
         while self._back and self._back[0] not in self._waiting:

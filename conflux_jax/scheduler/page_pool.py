@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Bool
 
 from conflux_jax.plan import Pages
 
@@ -27,79 +28,98 @@ class PagePool:
 
     def __init__(self, groups: int, num_pages: int):
         self.num_pages = num_pages
-        self._stacks = np.tile(np.arange(num_pages - 1, -1, -1, dtype=np.int32), (groups, 1))
-        self._free = [num_pages] * groups  # heights of the stacks
-        self._out = np.zeros(groups * num_pages, bool)
+        self._stacks = [array("i", range(num_pages - 1, -1, -1)) for _ in range(groups)]
         self._first = np.arange(groups)[:, None] * num_pages  # of a group, in `_out`
-        self._places = np.zeros(groups * num_pages, np.int32)  # scratch: finds pages named twice
+        self._out = bytearray(groups * num_pages)
+        self._marks = np.frombuffer(self._out, np.bool)  # the same memory
+        self._order = np.zeros(groups * num_pages, np.int32)  # scratch: finds pages named twice
 
     def num_free(self, group: int) -> int:
-        return self._free[group]
+        return len(self._stacks[group])
+
+    def free_pages(self) -> list[int]:
+        """Of every group."""
+        return [len(stack) for stack in self._stacks]
+
+    def allocate_each(self, groups: Sequence[int]) -> list[int]:
+        """A page of each of some groups, which may be named more than once; they must have them."""
+        stacks, out, num_pages = self._stacks, self._out, self.num_pages
+        pages = [stacks[group].pop() for group in groups]
+        for group, page in zip(groups, pages, strict=True):
+            out[group * num_pages + page] = True
+        return pages
+
+    def used(self) -> Bool[np.ndarray, "groups pages"]:
+        """Which pages are out; a copy."""
+        return self._marks.reshape(len(self._stacks), -1).copy()
 
     def allocate(self, group: int, count: int) -> Pages:
         """Take `count` pages. Raises PageError when there are fewer: callers look first."""
-        self._check_one(group, count)
+        self._check(group, count)
         pages = self._pop(group, count)
-        self._out[pages + group * self.num_pages] = True
-        return array("i", pages.tobytes())
-
-    def allocate_each(self, counts: Sequence[int]) -> np.ndarray:
-        """counts[group] pages of each group, one group after the other: int32 [sum of counts]."""
-        self._check(counts)
-        taken = [self._pop(group, count) for group, count in enumerate(counts)]
-        pages = np.concatenate(taken)
-        self._out[pages + np.repeat(self._first[:, 0], counts)] = True
+        self._marks[_numbers(pages) + group * self.num_pages] = True
         return pages
 
-    def allocate_all(self, count: int) -> np.ndarray:
-        """As many of every group: int32 [groups, count]."""
-        self._check([count] * len(self._free))
-        pages = np.stack([self._pop(group, count) for group in range(len(self._free))])
-        self._out[pages + self._first] = True
+    def allocate_all(self, count: int) -> tuple[Pages, ...]:
+        """As many of every group."""
+        groups = range(len(self._stacks))
+        for group in groups:
+            self._check(group, count)
+        pages = tuple([self._pop(group, count) for group in groups])
+        self._marks[self._places_of(pages)] = True
         return pages
 
     def free(self, group: int, pages: Pages) -> None:
         """Give pages back. Raises PageError, and takes none of them, for a page freed twice or one
         that this pool does not have."""
-        given = np.array(pages, np.int32)
-        self._take_back(given + group * self.num_pages, given)
-        self._push(group, given)
+        given = _numbers(pages)
+        places = given + group * self.num_pages
+        order = np.arange(len(places), dtype=np.int32)
+        self._check_known(given)
+        self._order[places] = order
+        self._unmark(places, self._order[places] == order)
+        self._push(group, pages)
 
-    def free_all(self, pages: np.ndarray) -> None:
-        """As `free`, of what `allocate_all` gave."""
-        self._take_back((pages + self._first).ravel(), pages.ravel())
+    def free_all(self, pages: Sequence[Pages]) -> None:
+        """As `free`, of what `allocate_all` gave: that no page is named twice is known."""
+        self._unmark(self._places_of(pages), True)
         for group, given in enumerate(pages):
             self._push(group, given)
 
-    def _check(self, counts: Sequence[int]) -> None:
-        for group, count in enumerate(counts):
-            self._check_one(group, count)
-
-    def _check_one(self, group: int, count: int) -> None:
-        if not 0 <= count <= self._free[group]:
-            free = self._free[group]
+    def _check(self, group: int, count: int) -> None:
+        free = len(self._stacks[group])
+        if not 0 <= count <= free:
             raise PageError(f"group {group}: {count} pages asked, {free} are free")
 
-    def _pop(self, group: int, count: int) -> np.ndarray:
-        free = self._free[group]
-        self._free[group] = free - count
-        return self._stacks[group, free - count : free][::-1]
+    def _pop(self, group: int, count: int) -> Pages:
+        stack = self._stacks[group]
+        first = len(stack) - count
+        pages = stack[first:]
+        del stack[first:]
+        pages.reverse()
+        return pages
 
-    def _push(self, group: int, pages: np.ndarray) -> None:
-        free = self._free[group]
-        self._stacks[group, free : free + len(pages)] = pages[::-1]
-        self._free[group] = free + len(pages)
+    def _push(self, group: int, pages: Pages) -> None:
+        self._stacks[group].extend(pages[::-1])
 
-    def _take_back(self, marks: np.ndarray, pages: np.ndarray) -> None:
-        """marks: places in `_out` of `pages`."""
-        known = (pages >= 0) & (pages < self.num_pages)
+    def _places_of(self, pages: Sequence[Pages]) -> np.ndarray:
+        """In `_out`, of as many pages of each group."""
+        return (_numbers(*pages).reshape(len(pages), -1) + self._first).ravel()
+
+    def _check_known(self, pages: np.ndarray) -> None:
+        known = pages.view(np.uint32) < self.num_pages
         if not known.all():
             raise PageError(f"page {pages[~known][0]} is not of this pool")
-        order = np.arange(len(marks), dtype=np.int32)
-        self._places[marks] = order
-        once = self._out[marks] & (self._places[marks] == order)
-        if not once.all():
-            at = int((~once).argmax())
-            group = int(marks[at]) // self.num_pages
-            raise PageError(f"group {group}: page {pages[at]} is free already")
-        self._out[marks] = False
+
+    def _unmark(self, places: np.ndarray, once: np.ndarray | bool) -> None:
+        """places: in `_out`. once: where one is not named for the second time."""
+        out = self._marks[places] & once
+        if not out.all():
+            group, page = divmod(int(places[out.argmin()]), self.num_pages)
+            raise PageError(f"group {group}: page {page} is free already")
+        self._marks[places] = False
+
+
+def _numbers(*pages: Pages) -> np.ndarray:
+    """One after the other: int32 [pages], not to be written to."""
+    return np.frombuffer(b"".join(pages), np.int32)

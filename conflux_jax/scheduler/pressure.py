@@ -24,9 +24,7 @@ def secure_pages(
     unplaced = [state for state in running.handing.values() if state.group < 0]
     if not unplaced and memory.grow_all(running.decoding):
         return []
-    groups, rows = running.decoding.full()
-    at = zip(groups.tolist(), rows.tolist(), strict=True)
-    needy = [running.decoding.states[group][row] for group, row in at] + unplaced
+    needy = running.decoding.full().members + unplaced
     needy.sort(key=lambda state: state.order)
     placed: list[RequestState] = []
     waits = False  # whether an older prompt than the present one found no group

@@ -16,13 +16,8 @@ reads is freed only when that plan is complete.
 
 from __future__ import annotations
 
-import math
-from array import array
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.plan import (
@@ -32,48 +27,22 @@ from conflux_jax.plan import (
     PrefillChunk,
     StepOutput,
 )
-from conflux_jax.request import FinishReason, InvalidRequest, QueueFull, Request, TokenEvent
+from conflux_jax.request import FinishReason, IdInUse, QueueFull, Request, TokenEvent
 from conflux_jax.scheduler.buckets import Ladders
-from conflux_jax.scheduler.budget import Budget, Decodes
+from conflux_jax.scheduler.budget import Budget
 from conflux_jax.scheduler.candidates import Candidate, find_candidates
 from conflux_jax.scheduler.draft import Draft
+from conflux_jax.scheduler.estimate import Estimate, Pace
 from conflux_jax.scheduler.handoff import is_nearly_done, plan_handoffs
-from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor
+from conflux_jax.scheduler.latency_model import LatencyPredictor, Parts
 from conflux_jax.scheduler.limits import RequestLimits
 from conflux_jax.scheduler.memory import Memory
 from conflux_jax.scheduler.ordering import make_ordering
+from conflux_jax.scheduler.outcome import InFlight, take_in
+from conflux_jax.scheduler.outlook import Load, Outlook
 from conflux_jax.scheduler.pressure import secure_pages
+from conflux_jax.scheduler.snapshot import Snapshot, take_snapshot
 from conflux_jax.scheduler.state import Phase, RequestState, Running
-
-
-@dataclass(frozen=True)
-class Load:
-    """How busy the engine is. Tuples have one entry per group; a request counts in its group from
-    its placement on, with all tokens of its prompt, though its first decode row may be a few
-    iterations away."""
-
-    num_decodes: tuple[int, ...]
-    context_tokens: tuple[int, ...]  # KV tokens of those
-    free_pages: tuple[int, ...]
-    num_prefilling: int
-    num_waiting: int
-    prefill_tokens: int  # not prefilled yet, of the waiting and the partly prefilled
-    num_preemptions: int  # since the start
-    # Measured over predicted seconds, of iterations without and with prefill; 1 without a model.
-    latency_corrections: tuple[float, float]
-
-
-PACE_STEP = 0.1  # share of the newest iteration in the mean pace
-
-
-class InFlight(NamedTuple):
-    """What is kept of a plan until its results are here. samplers: in the order of its samples,
-    some at a time. is_full: prefill used all its budget."""
-
-    iteration: int
-    samplers: list[Sequence[RequestState]]
-    shape: IterationShape | None
-    is_full: bool
 
 
 class Scheduler:
@@ -98,6 +67,7 @@ class Scheduler:
         self._check_ladders()
         self._limits = RequestLimits(max_model_len, geometry)
         self._requests: dict[str, RequestState] = {}
+        self._stop_token_ids: set[int] = set()  # of all requests so far
         self._queue = make_ordering(config)
         self._running = Running(geometry)
         self._memory = Memory(
@@ -108,7 +78,16 @@ class Scheduler:
             config.packing_threshold,
         )
         self._in_flight: deque[InFlight] = deque()
-        self._pace = math.inf  # prefill tokens a second, of iterations with all they had room for
+        self._pace = Pace()
+        self._outlook = Outlook(
+            self._queue,
+            self._running,
+            self._memory,
+            self._in_flight,
+            self._budget,
+            self._pace,
+            config.max_prefill_segments,
+        )
         self._iteration = 0
         self._arrivals = 0
         self._preemptions = 0
@@ -132,14 +111,16 @@ class Scheduler:
         """Queue a request. Raises InvalidRequest, OutOfRange (naming field and limit) or QueueFull;
         then nothing has changed."""
         if request.request_id in self._requests:
-            raise InvalidRequest("request_id", f"{request.request_id!r} is in use")
+            raise IdInUse("request_id", f"{request.request_id!r} is in use")
         self._limits.check(request)
         if len(self._queue) >= self._config.max_waiting:
-            raise QueueFull(f"max_waiting: {self._config.max_waiting} requests are queued")
+            message = f"max_waiting: {self._config.max_waiting} requests are queued"
+            raise QueueFull(message, self._outlook.retry_after_s(self._iteration))
         state = RequestState(request, self._arrivals)
         self._set_targets(state)
         self._arrivals += 1
         self._requests[request.request_id] = state
+        self._stop_token_ids |= state.stop_token_ids
         self._queue.add(state)
 
     def _set_targets(self, state: RequestState) -> None:
@@ -148,6 +129,7 @@ class Scheduler:
         tbt_slo_s = config.tbt_slo_s if params.tbt_slo_s is None else params.tbt_slo_s
         if ttft_slo_s is not None:
             state.deadline_s = state.request.arrival_s + ttft_slo_s
+        state.deadline_s = min(state.deadline_s, state.request.deadline_s)
         if tbt_slo_s is not None:
             state.tbt_slo_s = tbt_slo_s
 
@@ -168,23 +150,33 @@ class Scheduler:
         return bool(self._requests)
 
     def load(self) -> Load:
-        prefilling = self._running.prefilling.values()
-        started = sum(state.prefill_left for state in prefilling)
-        corrections = self._budget.corrections
-        return Load(
-            num_decodes=tuple(self._memory.num_rows),
-            context_tokens=tuple(self._memory.context_tokens),
-            free_pages=self._free_pages(),
-            num_prefilling=len(prefilling),
-            num_waiting=len(self._queue),
-            prefill_tokens=started + self._queue.num_tokens,
-            num_preemptions=self._preemptions,
-            latency_corrections=(corrections[False].ratio, corrections[True].ratio),
-        )
+        return self._outlook.load(self._preemptions)
 
-    def _free_pages(self) -> tuple[int, ...]:
-        pools, geometry = self._memory.free_pages(), self._geometry
-        return tuple(pools[geometry.pool_of(group)] for group in range(geometry.groups))
+    def snapshot(self, most: int) -> Snapshot:
+        """What an onlooker may see, of at most so many running and so many waiting requests.
+        Changes nothing, so that plans do not depend on who looks."""
+        return take_snapshot(self._requests.values(), self._running, self._memory, most)
+
+    def modelled(self, plan: IterationPlan) -> Parts | None:
+        """What the latency model says of a plan that is under way, corrected but without margin;
+        None without a model."""
+        for entry in self._in_flight:
+            if entry.iteration == plan.iteration and entry.shape is not None:
+                return self._budget.parts(entry.shape)
+        return None
+
+    def estimate(self, prompt_tokens: int) -> Estimate | None:
+        """See Outlook."""
+        return self._outlook.estimate(prompt_tokens)
+
+    def least_s(self, prompt_tokens: int) -> float:
+        """See Outlook."""
+        return self._outlook.least_s(prompt_tokens)
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Of each group."""
+        return self._outlook.free_pages
 
     def _end(self, state: RequestState) -> None:
         if state.phase is Phase.WAITING:
@@ -192,6 +184,8 @@ class Scheduler:
         self._running.remove(state, Phase.GONE)
         self._memory.release(state)
         del self._requests[state.request_id]
+        for entry in self._in_flight:
+            entry.gone.append(state)
 
     def _preempt(self, state: RequestState) -> None:
         """Back to the queue, to be recomputed from its prompt and what it has generated. A sample
@@ -202,6 +196,26 @@ class Scheduler:
         state.bypassed = 0
         self._preemptions += 1
         self._queue.add(state)
+
+    def lose_device_state(self) -> list[str]:
+        """The devices have lost all KV and the iterations under way. Ends the requests of these
+        iterations, whose ids it returns; others that were admitted wait again, and are computed
+        from their prompts."""
+        lost: dict[int, RequestState] = {}
+        for entry in self._in_flight:
+            for state in chain.from_iterable(entry.samplers):
+                lost[state.order] = state
+            for chunk in entry.chunks:
+                state = self._requests.get(chunk.request_id)
+                if state is not None and state.phase is not Phase.WAITING:
+                    lost[state.order] = state
+        self._in_flight.clear()
+        ended = [state for state in lost.values() if state.phase is not Phase.GONE]
+        for state in ended:
+            self._end(state)
+        for state in self._running.all():
+            self._preempt(state)
+        return [state.request_id for state in ended]
 
     # One iteration
 
@@ -218,7 +232,18 @@ class Scheduler:
         plan = draft.seal(self._iteration, self._budget, self._ladders)
         is_full = draft.budget > 0 and plan.num_prefill_tokens == draft.budget
         samplers = [*draft.decoding, draft.prefilled]
-        self._in_flight.append(InFlight(self._iteration, samplers, draft.shape, is_full))
+        self._in_flight.append(
+            InFlight(
+                self._iteration,
+                samplers,
+                draft.ending,
+                [],
+                plan.chunks,
+                draft.scored,
+                draft.shape,
+                is_full,
+            )
+        )
         self._iteration += 1
         return plan
 
@@ -231,15 +256,9 @@ class Scheduler:
     def _plan_decodes(self, draft: Draft) -> None:
         """One row for every running decode."""
         table = self._running.decoding
-        longest, target_s = 0, math.inf
-        if self._budget.predictor is not None:
-            handing = self._running.handing.values()
-            target_s = min([table.tbt_slo_s, *(state.tbt_slo_s for state in handing)])
-            longest = table.longest_context
-        loads = table.num_rows
-        draft.load = Decodes(loads, list(table.context_tokens), longest, target_s)
-        draft.decoding = [table.members(group).states for group in range(len(loads))]
-        draft.decodes, ending = table.advance()
+        draft.load = self._budget.decodes_of(self._running)
+        loads = draft.load.loads
+        draft.decodes, draft.decoding, ending = table.advance()
         draft.ending += ending
         for group, load in enumerate(loads):
             self._memory.context_tokens[group] += load
@@ -253,10 +272,10 @@ class Scheduler:
         most = config.max_prefill_segments, self._budget.most_room(draft.load.loads)
         memory = self._memory if admits else None
         candidates = find_candidates(
-            started, self._queue, memory, config.max_bypass, most, now, self._pace
+            started, self._queue, memory, config.max_bypass, most, now, self._pace.tokens_s
         )
         chosen = self._budget.choose(draft.load, [candidate.span for candidate in candidates])
-        draft.budget = chosen.tokens
+        draft.level, draft.budget, draft.looked_at = chosen.level, chosen.tokens, chosen.shape
         for candidate, length in zip(candidates, chosen.lengths, strict=True):
             if length and (
                 candidate.state.phase is not Phase.WAITING or self._admit(draft, candidate)
@@ -275,14 +294,14 @@ class Scheduler:
         self._running.enter(state, Phase.PREFILLING)
         state.bypassed = 0
         pages = state.prefill_pages
-        assert pages is not None
-        tables = tuple(array("i", pool.tobytes()) for pool in pages)
-        draft.admissions.append(Admission(state.slot, state.request, state.token_ids, tables))
+        draft.admissions.append(Admission(state.slot, state.request, state.token_ids, pages))
         return True
 
     def _plan_chunk(self, draft: Draft, state: RequestState, length: int) -> None:
         """The next `length` tokens of an admitted prompt."""
         is_last = length == state.prefill_left
+        if state.wants_scores:
+            draft.scored.append(state)
         draft.chunks.append(
             PrefillChunk(state.request_id, state.slot, state.num_tokens, length, is_last)
         )
@@ -347,35 +366,17 @@ class Scheduler:
         if oldest is None or plan.iteration != oldest.iteration:
             expected = None if oldest is None else oldest.iteration
             raise ValueError(f"iteration {plan.iteration} committed, {expected} is the oldest")
-        samplers = oldest.samplers
-        token_ids: list[int] = output.token_ids.tolist()
-        if len(token_ids) != (expected := sum(map(len, samplers))):
-            raise ValueError(f"{len(token_ids)} tokens came back for {expected} samples")
+        events, ended = take_in(oldest, plan.samples, output, self._stop_token_ids)
         self._in_flight.popleft()
         self._learn(plan, oldest, output.elapsed_s)
-        gone, logprobs = Phase.GONE, output.logprobs
-        events = []
-        for state, token_id in zip(chain.from_iterable(samplers), token_ids, strict=True):
-            if state.phase is gone:
-                continue
-            outputs = state.outputs
-            outputs.append(token_id)
-            reason = None
-            if token_id in state.stop_token_ids:
-                reason = FinishReason.STOP
-            elif len(outputs) == state.request.max_output_tokens:
-                reason = FinishReason.LENGTH
-            if reason is not None:
-                self._end(state)
-            report = logprobs.get(state.request_id) if logprobs else None
-            events.append(TokenEvent(state.request_id, token_id, reason, report))
+        for state in ended:
+            self._end(state)
         return events
 
     def _learn(self, plan: IterationPlan, entry: InFlight, elapsed_s: float) -> None:
-        """From what an iteration took."""
+        """From what an iteration took, where it did only what the model and the plan say."""
+        if entry.scored:
+            return
         if entry.shape is not None:
             self._budget.observe(entry.shape, elapsed_s)
-        if entry.is_full and elapsed_s > 0.0:
-            pace = plan.num_prefill_tokens / elapsed_s
-            known = not math.isinf(self._pace)
-            self._pace = self._pace + PACE_STEP * (pace - self._pace) if known else pace
+        self._pace.observe(elapsed_s, plan.num_prefill_tokens if entry.is_full else None)

@@ -15,10 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-import numpy as np
-
 from conflux_jax.plan import Pages, PoolGeometry
-from conflux_jax.request import Request
+from conflux_jax.request import PromptLogprobs, Request
+from conflux_jax.scheduler.cohort import Cohort
 from conflux_jax.scheduler.decode_table import DecodeTable
 
 
@@ -44,11 +43,12 @@ class RequestState:
     request: Request
     order: int
     request_id: str = ""
-    stop_token_ids: frozenset[int] = frozenset()  # those that end it: none with ignore_eos
+    stop_token_ids: frozenset[int] = frozenset()  # those that end it
     deadline_s: float = math.inf  # of the first token, on the clock of arrivals
     tbt_slo_s: float = math.inf
     phase: Phase = Phase.WAITING
     outputs: list[int] = field(default_factory=list)
+    scores: list[PromptLogprobs] = field(default_factory=list)  # of its prompt, until all are here
     num_planned: int = 0
     bypassed: int = 0  # later requests admitted while this one waited for memory
     num_preemptions: int = 0
@@ -58,29 +58,40 @@ class RequestState:
     slot: int = -1
     token_ids: Sequence[int] = ()
     num_tokens: int = 0
-    prefill_pages: np.ndarray | None = None  # int32 [pools, pages]
+    prefill_pages: tuple[Pages, ...] = ()  # of each pool; those of a plan, not to be written to
     pledge_pool: int = -1
     pledge_pages: int = 0
-    # Held from placement to release. With several groups, a prompt is placed before its last chunk.
-    # While it decodes, its table has the pages that it has opened since:
+    # Held from placement to release. With several groups, a prompt is placed before its last chunk:
     group: int = -1
-    pages: Pages = field(default_factory=lambda: array("i"))
+    pages: Pages = field(default_factory=lambda: array("i"))  # see `held_pages`
     num_handed: int = 0  # pages whose hand-off is planned
     # While it decodes:
     table: DecodeTable | None = None
     row: int = -1
+    joined_at: int = 0  # steps of the table: then it began, its first pages are full, it ends
+    full_at: int = 0
+    ends_at: int = 0
+    cohort: Cohort | None = None  # from its first full page on
+    place: int = -1  # there
+    opened_before: int = 0  # openings of the cohort that are among its pages
 
     def __post_init__(self):
         self.request_id = self.request.request_id
-        if not self.request.params.ignore_eos:
+        params = self.request.params
+        if not params.ignore_eos:
             self.stop_token_ids = self.request.eos_token_ids
+        if params.stop_token_ids:
+            self.stop_token_ids |= set(params.stop_token_ids)
+
+    @property
+    def wants_scores(self) -> bool:
+        """Whether it is still to be told how likely its prompt was."""
+        return self.request.params.prompt_logprobs is not None and not self.outputs
 
     @property
     def num_decoded(self) -> int:
         """Rows planned since it began to decode; 0 while it does not."""
-        return (
-            0 if self.table is None else self.table.position(self.group, self.row) - self.num_tokens
-        )
+        return 0 if self.table is None else self.table.step - self.joined_at
 
     @property
     def in_flight(self) -> int:
@@ -111,15 +122,15 @@ class RequestState:
         return len(self.request.prompt_token_ids) + self.request.max_output_tokens - 1
 
     @property
-    def num_pages(self) -> int:
-        """In decode layout, of its group."""
-        opened = 0 if self.table is None else len(self.table.opened(self.group, self.row))
-        return len(self.pages) + opened
+    def held_pages(self) -> Pages:
+        """All of its group, in decode layout."""
+        opened = [] if self.cohort is None else self.cohort.opened(self)
+        return self.pages + array("i", opened)
 
     def pages_in(self, group: int) -> int:
         """Pages that it holds in `group`, which has a pool of its own."""
-        prefill = 0 if self.prefill_pages is None else self.prefill_pages.shape[1]
-        return prefill + (self.num_pages if self.group == group else 0)
+        prefill = len(self.prefill_pages[group]) if self.prefill_pages else 0
+        return prefill + (len(self.held_pages) if self.group == group else 0)
 
 
 class Running:
@@ -130,7 +141,7 @@ class Running:
         self._geometry = geometry
         self.prefilling: dict[int, RequestState] = {}
         self.handing: dict[int, RequestState] = {}
-        self.decoding = DecodeTable(groups)
+        self.decoding = DecodeTable(groups, geometry.page_tokens)
 
     def enter(self, state: RequestState, phase: Phase) -> None:
         """Move a request to a phase in which it holds memory."""
@@ -147,14 +158,20 @@ class Running:
         self._leave(state)
         state.phase = phase
 
+    def all(self) -> list[RequestState]:
+        """Every request that holds memory."""
+        decoding = chain.from_iterable(self.decoding.states)
+        return [*self.prefilling.values(), *self.handing.values(), *decoding]
+
     def youngest_holder(self, group: int) -> RequestState:
         """The request of latest arrival with pages of this group's pool; there must be one."""
         return max(self.holders(group), key=lambda state: state.order)
 
     def holders(self, group: int) -> list[RequestState]:
-        states = self.decoding.states
-        decoding = chain.from_iterable(states if self._geometry.shared else (states[group],))
-        return [*self.prefilling.values(), *self.handing.values(), *decoding]
+        if self._geometry.shared:
+            return self.all()
+        states = self.decoding.states[group]
+        return [*self.prefilling.values(), *self.handing.values(), *states]
 
     def _leave(self, state: RequestState) -> None:
         if state.table is not None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
@@ -24,6 +26,12 @@ from conflux_jax.config import Config
 from conflux_jax.engine import Engine
 from conflux_jax.inbox import Unavailable
 from conflux_jax.request import InvalidRequest
+from conflux_jax.serve.choices import Outputs, submit_all
+from conflux_jax.serve.dashboard import Dashboard, page
+from conflux_jax.serve.dashboard_data import status_of
+from conflux_jax.serve.errors import checked_estimate
+from conflux_jax.serve.gate import Gate
+from conflux_jax.serve.http_connections import connections
 from conflux_jax.serve.http_errors import (
     EXPECTED_ERRORS,
     JsonResponse,
@@ -33,12 +41,11 @@ from conflux_jax.serve.http_errors import (
     error_response,
     other_error_response,
 )
+from conflux_jax.serve.http_gate import HttpGate
 from conflux_jax.serve.http_streams import (
     EventStream,
-    Outputs,
     reply,
     stream_events,
-    submit_all,
     unless_disconnected,
 )
 from conflux_jax.serve.metrics import Metrics, checked_prefix
@@ -47,9 +54,11 @@ from conflux_jax.serve.openai_requests import (
     chat_call,
     completion_call,
     detokenize_request,
+    estimate_request,
     tokenize_request,
 )
 from conflux_jax.serve.openai_responses import Answer, ChatAnswer, CompletionAnswer
+from conflux_jax.serve.tls import Tls
 
 MAX_REQUEST_ID_CHARS = 200  # so that with what is put around it, it is one of the engine's
 KEEP_ALIVE_S = 60
@@ -63,17 +72,21 @@ Work = Callable[[Engine, bytes], dict[str, Any]]
 
 class HttpServer:
     """Binds, listens, takes an engine once there is one, and stops. Draining is the engine's:
-    `/health` says so, and new requests are refused. Raises ConfigError for a bad metrics_prefix."""
+    `/health` says so, and new requests are refused. Raises ConfigError for a bad metrics_prefix,
+    certificate or file of tokens. gate: shared with the other server of the process, if any."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, gate: Gate | None = None):
         checked_prefix(config)
         self._config = config
         self._engine: Engine | None = None
         self._metrics: Metrics | None = None
+        self._dashboard: Dashboard | None = None
+        tls = Tls.of(config.server)
         self.app = self._make_app()
+        self.app.add_middleware(HttpGate, gate=gate or Gate(config.server))
         settings = uvicorn.Config(
             self.app,
-            http="h11",
+            http=connections(config.server.read_timeout_s),  # type: ignore[arg-type]
             loop="asyncio",
             ws="none",
             lifespan="off",
@@ -83,9 +96,11 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_S,
             timeout_graceful_shutdown=CLOSE_GRACE_S,
+            ssl_context_factory=None if tls is None else lambda *_: tls.http_context(),
         )
         self._uvicorn = _Uvicorn(settings)
         self._serving: asyncio.Task[None] | None = None
+        self._aside = ThreadPoolExecutor(1, "conflux-aside")
 
     async def start(self) -> int:
         """Bind and listen; returns the port. Raises OSError when the address cannot be had."""
@@ -102,13 +117,17 @@ class HttpServer:
     def use(self, engine: Engine) -> None:
         """Serve with this engine, which stays its caller's to close, and observe it."""
         self._metrics = Metrics(self._config, engine)
+        self._dashboard = Dashboard(self._config, engine, self._metrics.tallies)
         self._engine = engine
 
     async def stop(self) -> None:
         """No new connections; those that are open get CLOSE_GRACE_S for their last words."""
+        if self._dashboard is not None:
+            self._dashboard.close()
         self._uvicorn.should_exit = True
         if self._serving is not None:
             await self._serving
+        self._aside.shutdown(wait=False, cancel_futures=True)
 
     @property
     def connections(self) -> list[asyncio.BaseTransport]:
@@ -118,18 +137,26 @@ class HttpServer:
 
     def _make_app(self) -> FastAPI:
         # No pages of documentation: they fetch scripts from elsewhere.
-        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+        # And no redirections, whose address would be what a client calls this host.
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
         for error in EXPECTED_ERRORS:
             app.add_exception_handler(error, _on_error)
         app.add_exception_handler(Exception, _on_error)
         app.add_exception_handler(HTTPException, _on_http_exception)
         app.add_exception_handler(ClientDisconnect, _on_client_gone)
-        app.get("/health")(self._health)
-        app.get("/metrics")(self._show_metrics)
-        app.get("/v1/models")(self._models)
-        app.get("/v1/models/{name:path}")(self._model)
+        look = functools.partial(app.api_route, methods=["GET", "HEAD"])  # as load balancers do
+        look("/health")(self._health)
+        look("/live")(self._live)
+        look("/metrics")(self._show_metrics)
+        look("/dashboard")(self._show_dashboard)
+        app.get("/dashboard/events")(self._dashboard_events)
+        app.get("/dashboard/timeline")(self._dashboard_timeline)
+        app.post("/dashboard/cancel")(self._dashboard_cancel)
+        look("/v1/models")(self._models)
+        look("/v1/models/{name:path}")(self._model)
         app.post("/v1/completions")(self._completions)
         app.post("/v1/chat/completions")(self._chat)
+        app.post("/v1/estimate")(self._estimate)
         app.post("/tokenize")(self._tokenize)
         app.post("/detokenize")(self._detokenize)
         return app
@@ -148,6 +175,21 @@ class HttpServer:
     async def _detokenize(self, request: Request) -> Response:
         return await self._work(request, detokenize_request)
 
+    async def _estimate(self, request: Request) -> Response:
+        """When a prompt would have its first token if it came now."""
+        engine = self._ready()
+        body = await self._body(request)
+        tokens = await asyncio.to_thread(estimate_request, engine, body)
+        estimate = checked_estimate(await asyncio.wrap_future(engine.estimate(tokens)))
+        content = {
+            "prompt_tokens": tokens,
+            "ttft_s": estimate.ttft_s,
+            "queued_s": estimate.queued_s,
+            "alone_s": None if estimate.measured else estimate.alone_s,
+            "basis": "pace" if estimate.measured else "profile",
+        }
+        return JsonResponse(content)
+
     async def _models(self) -> Response:
         return JsonResponse({"object": "list", "data": [self._card()]})
 
@@ -159,23 +201,44 @@ class HttpServer:
 
     async def _health(self) -> Response:
         """Readiness: 200 only while new requests are taken."""
-        engine = self._engine
-        if engine is None:
-            status, message = "loading", "the model is still loading"
-        elif not engine.healthy:
-            status, message = "failed", engine.state_message or "the engine makes no progress"
-        elif engine.state_message:
-            status, message = "draining", engine.state_message
-        else:
+        status, message = status_of(self._engine)
+        if status == "ok":
             return JsonResponse({"status": "ok"})
         return JsonResponse({"status": status, "message": message}, 503)
+
+    async def _live(self) -> Response:
+        """Liveness: 503 only where a restart would help."""
+        if self._engine is None or self._engine.healthy:
+            return JsonResponse({"status": "ok"})
+        message = self._engine.state_message or "the engine makes no progress"
+        return JsonResponse({"status": "failed", "message": message}, 503)
 
     async def _show_metrics(self) -> Response:
         self._ready()
         assert self._metrics is not None
         return Response(await self._metrics.scrape(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
+    async def _show_dashboard(self) -> Response:
+        content, headers = page()
+        return Response(content, headers=headers)
+
+    async def _dashboard_events(self, request: Request) -> Response:
+        events, close = self._watched().events()
+        return self._event_stream(request, events, close, {})
+
+    async def _dashboard_timeline(self) -> Response:
+        return await self._watched().timeline()
+
+    async def _dashboard_cancel(self, request: Request) -> Response:
+        dashboard = self._watched()
+        return await dashboard.cancel(await self._body(request))
+
     # What they share
+
+    def _watched(self) -> Dashboard:
+        self._ready()
+        assert self._dashboard is not None
+        return self._dashboard
 
     async def _generate(
         self, request: Request, make_call: MakeCall, make_answer: MakeAnswer
@@ -186,7 +249,8 @@ class HttpServer:
 
         async def begin() -> tuple[Call, Outputs]:
             call = await asyncio.to_thread(make_call, engine, body, request_id)
-            return call, Outputs(await submit_all(engine, call.requests))
+            most = self._config.server.max_unread_tokens
+            return call, Outputs(await submit_all(engine, call.requests, most))
 
         begun = await unless_disconnected(request.receive, begin())
         if begun is None:
@@ -195,22 +259,45 @@ class HttpServer:
         headers = {"X-Request-Id": _header(call.id)}
         answer = make_answer(engine.tokenizer, call)
         if call.stream:
-            return EventStream(stream_events(call, answer, outputs), outputs.close, headers)
+            events = stream_events(call, answer, outputs)
+            return self._event_stream(request, events, outputs.close, headers)
         content = await unless_disconnected(request.receive, reply(call, answer, outputs))
         if content is None:
             return Response(status_code=CLIENT_GONE)
         return JsonResponse(content, headers=headers)
 
+    def _event_stream(
+        self,
+        request: Request,
+        events: AsyncIterator[bytes],
+        close: Callable[[], None],
+        headers: dict[str, str],
+    ) -> EventStream:
+        timeout_s = self._config.server.write_timeout_s
+        return EventStream(events, close, headers, timeout_s, functools.partial(self._cut, request))
+
+    def _cut(self, request: Request) -> None:
+        """Ends the connection of a request without waiting for anything."""
+        client = request.scope["client"]
+        for connection in list(self._uvicorn.server_state.connections):
+            if getattr(connection, "client", None) == client:
+                connection.transport.abort()
+
     async def _work(self, request: Request, work: Work) -> Response:
+        """One after the other, for each may take minutes: prompts are prepared on other threads."""
         engine = self._ready()
         body = await self._body(request)
-        return JsonResponse(await asyncio.to_thread(work, engine, body))
+        loop = asyncio.get_running_loop()
+        return JsonResponse(await loop.run_in_executor(self._aside, work, engine, body))
 
     async def _body(self, request: Request) -> bytes:
         """Raises TooLarge before it holds more than the limit."""
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             raise WrongType("body", f"Content-Type must be application/json, got {kind!r}")
+        packed = request.headers.get("content-encoding", "identity").strip().lower()
+        if packed not in ("", "identity"):
+            raise WrongType("body", f"Content-Encoding is not supported, got {packed!r}")
         limit = self._config.server.max_message_mib * 2**20
         parts, size = [], 0
         async for part in request.stream():

@@ -26,8 +26,8 @@ from conflux_jax.config import Config, ConfigError
 from conflux_jax.engine import Engine
 from conflux_jax.inbox import Unavailable
 from conflux_jax.request import FinishReason
-from conflux_jax.scheduler.scheduler import Load
-from conflux_jax.serve.tallies import KINDS, PHASES, TARGETS, Histogram, Tallies
+from conflux_jax.scheduler.outlook import Load
+from conflux_jax.serve.tallies import KINDS, PARTS, PHASES, TARGETS, Histogram, Tallies
 
 OWN_PREFIX = "conflux:"
 LOAD_TIMEOUT_S = 2.0  # an engine in a longer step is described as it was when it last answered
@@ -57,10 +57,10 @@ class View:
         num_pages = max(self.engine.info.num_pages, 1)
         return [1.0 - free / num_pages for free in load.free_pages]
 
-    def corrections(self) -> Values:
+    def by_kind(self, values: Callable[[Load], tuple[float, float]]) -> Values:
         if self.load is None:
             return []
-        decode, prefill = self.load.latency_corrections
+        decode, prefill = values(self.load)
         return [(("decode",), decode), (("prefill",), prefill)]
 
     def group_rows(self) -> Values:
@@ -126,6 +126,10 @@ FAMILIES = (
            _one(lambda v: v.tallies.decode)),
     Family("request_inference_time_seconds", _HISTOGRAM, "From the first chunk to the last token",
            _one(lambda v: v.tallies.inference)),
+    Family("request_time_per_output_token_seconds", _HISTOGRAM, "Mean time between a request's "
+           "tokens", _one(lambda v: v.tallies.mean_gaps)),
+    Family("request_params_max_tokens", _HISTOGRAM, "Tokens that requests could have generated",
+           _one(lambda v: v.tallies.output_limits)),
     Family("request_prompt_tokens", _HISTOGRAM, "Prompt tokens of requests that are over",
            _one(lambda v: v.tallies.prompt_sizes)),
     Family("request_generation_tokens", _HISTOGRAM, "Generated tokens of requests that are over",
@@ -158,7 +162,21 @@ FAMILIES = (
            _one(lambda v: v.tallies.measured_s), own=True),
     Family("latency_model_correction", _GAUGE, "Mean of measured over modelled seconds, of "
            "iterations without (decode) and with prefill",
-           lambda v: v.corrections(), ("kind",), own=True),
+           lambda v: v.by_kind(lambda load: load.latency_corrections), ("kind",), own=True),
+    Family("latency_model_spread", _GAUGE, "Standard deviation of the logarithm of measured over "
+           "corrected seconds, of the same iterations",
+           lambda v: v.by_kind(lambda load: load.latency_spreads), ("kind",), own=True),
+    Family("latency_model_seconds_total", _COUNTER, "What the latency model expected of iterations,"
+           " corrected, without the margin", _one(lambda v: v.tallies.modelled_s), own=True),
+    Family("latency_model_error_seconds_total", _COUNTER, "How far the same iterations were from "
+           "it, too long or too short", _one(lambda v: v.tallies.model_error_s), own=True),
+    Family("iteration_part_seconds_total", _COUNTER, "Measured seconds, divided as the latency "
+           "model divides them; attention parts may run side by side and then add up to more",
+           lambda v: [((part,), v.tallies.part_s[part]) for part in PARTS], ("part",), own=True),
+    Family("iteration_level_rows", _GAUGE, "C of the last iteration: rows that a group could have; "
+           "0 where prefill was held back", _one(lambda v: v.tallies.level), own=True),
+    Family("prefill_room_tokens_total", _COUNTER, "Prefill tokens that iterations had room for, "
+           "up to C", _one(lambda v: v.tallies.room), own=True),
     Family("slo_requests_total", _COUNTER, "Requests that ran to their end and had a target: for "
            "the first token (ttft), between tokens (tbt), any (all)",
            lambda v: [((target,), v.tallies.with_target[target]) for target in TARGETS],
@@ -179,11 +197,13 @@ class Metrics(Collector):
     def __init__(self, config: Config, engine: Engine):
         self._engine = engine
         self._prefix = checked_prefix(config)
-        self._tallies = Tallies(config.scheduler, engine.info.sp, lambda: engine.now_s)
+        self.tallies = Tallies(
+            config.scheduler, engine.info.sp, lambda: engine.now_s, engine.modelled
+        )
         self._load: Load | None = None
         self.registry = CollectorRegistry()
         self.registry.register(self)
-        engine.observe(self._tallies)
+        engine.observe(self.tallies)
 
     async def scrape(self) -> bytes:
         """As text, of a moment after all that was delivered before this call."""
@@ -197,8 +217,8 @@ class Metrics(Collector):
         return (self._empty(family) for family in FAMILIES)
 
     def collect(self) -> Iterator[Metric]:
-        view = View(self._engine, self._tallies, self._load)
-        with self._tallies.lock:
+        view = View(self._engine, self.tallies, self._load)
+        with self.tallies.lock:
             return iter([self._filled(family, view) for family in FAMILIES])
 
     def _empty(self, family: Family) -> Any:

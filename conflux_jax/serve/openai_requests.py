@@ -18,10 +18,11 @@ from typing import Any, Literal
 from conflux_jax.engine import Engine
 from conflux_jax.intake import Chat, Prompt
 from conflux_jax.request import MAX_LOGPROBS, InvalidRequest, Request, SamplingParams
+from conflux_jax.serve.choices import MAX_N, nth_seed
 from conflux_jax.serve.http_errors import ModelNotFound, renamed
 from conflux_jax.serve.json_fields import Fields, is_integers
+from conflux_jax.text import TextCodec
 
-MAX_N = 128
 MAX_CHOICES = 1024  # of one call: prompts times n
 
 # Passed on as they are. A field that SamplingParams gets is known here at once.
@@ -32,15 +33,6 @@ _SAMPLING = {field.name for field in dataclasses.fields(SamplingParams)} - {
 # What this engine cannot do (yet): only the value that changes nothing is taken. A name that
 # becomes a field of SamplingParams wins over its line here.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "stop_token_ids": ([],),
-    "bad_words": ([],),
-    "prompt_logprobs": (),
-    "best_of": (1,),
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
@@ -78,7 +70,9 @@ class Call:
     """One body: `requests` in the order of its choices.
 
     echo: the text that each choice starts with. num_prompts: of them the usage counts the tokens
-    once. logprobs: whether they are reported, beside `num_top` alternatives.
+    once. logprobs: whether they are reported, beside `num_top` alternatives; echo_logprobs: whether
+    those of the prompt are in the same lists. prompt_logprobs: whether vLLM's field of that name is
+    there, with `prompt_top` alternatives of its own.
     """
 
     id: str
@@ -89,6 +83,9 @@ class Call:
     echo: tuple[str, ...]
     logprobs: bool = False
     num_top: int = 0
+    echo_logprobs: bool = False
+    prompt_logprobs: bool = False
+    prompt_top: int = 0
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -108,8 +105,6 @@ def completion_call(engine: Engine, body: bytes, request_id: str | None = None) 
     prompts = _prompts(fields.required("prompt"))
     num_top = fields.integer("logprobs", None, 0, MAX_LOGPROBS)
     echo = fields.flag("echo")
-    if echo and num_top is not None:
-        raise InvalidRequest("logprobs", "those of an echoed prompt are not available")
     call = _call(
         engine,
         fields,
@@ -118,6 +113,7 @@ def completion_call(engine: Engine, body: bytes, request_id: str | None = None) 
         prompts,
         max_tokens=_max_tokens(fields, "max_tokens", SamplingParams.max_tokens),
         logprobs=num_top,
+        echo=echo,
     )
     if not echo:
         return call
@@ -169,14 +165,27 @@ def tokenize_request(engine: Engine, body: bytes) -> dict[str, Any]:
         add_special_tokens = fields.flag("add_special_tokens", True)
         fields.finish()
         ids = engine.tokenizer.encode(text, add_special_tokens)
-    codec = engine.tokenizer
-    texts = [codec.decode([i], skip_special_tokens=False, continuation=True) for i in ids]
     return {
         "count": len(ids),
         "max_model_len": engine.info.max_model_len,
         "tokens": ids,
-        "token_strs": texts if with_texts else None,
+        "token_strs": _texts(engine.tokenizer, ids) if with_texts else None,
     }
+
+
+def _texts(codec: TextCodec, ids: Sequence[int]) -> list[str]:
+    """Of each token by itself, special ones written out."""
+    return [codec.decode([i], skip_special_tokens=False, continuation=True) for i in ids]
+
+
+def estimate_request(engine: Engine, body: bytes) -> int:
+    """`/v1/estimate`: the tokens of a prompt or of a conversation that could be served."""
+    fields = Fields(body)
+    _check_model(engine, fields)
+    text = fields.text("prompt")
+    prompt = _conversation(fields) if text is None else text
+    fields.finish()
+    return len(engine.prepare(prompt, SamplingParams()).prompt_token_ids)
 
 
 def detokenize_request(engine: Engine, body: bytes) -> dict[str, Any]:
@@ -200,11 +209,14 @@ def _call(
     prompts: Sequence[Prompt],
     max_tokens: int | None,
     logprobs: int | None,
+    echo: bool = False,
 ) -> Call:
     """What the two endpoints share; takes the fields that are left."""
     arrival_s = engine.now_s
     _check_model(engine, fields)
     n = fields.integer("n", 1, 1, MAX_N) or 1
+    if (best_of := fields.integer("best_of", n, 1, MAX_N)) != n:
+        raise InvalidRequest("best_of", f"only n of them are made: must be {n}, got {best_of}")
     if len(prompts) * n > MAX_CHOICES:
         raise InvalidRequest(
             "n", f"{len(prompts)} prompts of {n} choices are more than {MAX_CHOICES} choices"
@@ -212,6 +224,13 @@ def _call(
     stream = fields.flag("stream")
     include_usage, continuous_usage = _stream_options(fields, stream)
     params = _sampling_params(fields, max_tokens, logprobs)
+    prompt_top = params.prompt_logprobs
+    if stream and prompt_top is not None:
+        raise InvalidRequest("prompt_logprobs", "needs stream to be false")
+    echo_logprobs = echo and logprobs is not None
+    if echo and logprobs is not None:
+        most = max(logprobs, prompt_top or 0)
+        params = dataclasses.replace(params, prompt_logprobs=most)
     fields.finish()
     base = f"{prefix}-{request_id or uuid.uuid4().hex}"
     requests: list[Request] = []
@@ -222,7 +241,7 @@ def _call(
             if len(prompts) == 1:
                 raise
             raise renamed(error, {"prompt": f"prompt[{number}]"}) from error
-        requests += (dataclasses.replace(first, seed=_nth_seed(first.seed, k)) for k in range(n))
+        requests += (dataclasses.replace(first, seed=nth_seed(first.seed, k)) for k in range(n))
     if len(requests) > 1:
         requests = [
             dataclasses.replace(request, request_id=f"{base}-{index}")
@@ -237,6 +256,9 @@ def _call(
         echo=("",) * len(requests),
         logprobs=logprobs is not None,
         num_top=logprobs or 0,
+        echo_logprobs=echo_logprobs,
+        prompt_logprobs=prompt_top is not None,
+        prompt_top=prompt_top or 0,
         stream=stream,
         include_usage=include_usage,
         continuous_usage=continuous_usage,
@@ -249,6 +271,8 @@ def _sampling_params(
     given = {name: value for name in _SAMPLING if (value := fields.take(name)) is not None}
     if given.get("top_k") == -1:  # what vLLM calls off
         given["top_k"] = 0
+    if "logit_bias" in given:
+        given["logit_bias"] = _logit_bias(given["logit_bias"])
     for name, neutral in _NEUTRAL.items():
         value = fields.take(name)
         if value is not None and value not in neutral:
@@ -257,6 +281,16 @@ def _sampling_params(
     for name in _IGNORED:
         fields.take(name)
     return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+def _logit_bias(value: Any) -> dict[int, Any]:
+    """With token ids as numbers: as names in JSON they are texts."""
+    if not isinstance(value, dict):
+        raise InvalidRequest("logit_bias", f"must map token ids to numbers, got {value!r}")
+    for name in value:
+        if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+            raise InvalidRequest("logit_bias", f"token ids are whole numbers, got {name!r}")
+    return {int(name): bias for name, bias in value.items()}
 
 
 def _stream_options(fields: Fields, stream: bool) -> tuple[bool, bool]:
@@ -320,8 +354,3 @@ def _flattened(message: Any, number: int) -> Any:
             raise InvalidRequest(name, "must be a text part; the model reads nothing else")
         texts.append(text)
     return {**message, "content": "\n".join(texts)}
-
-
-def _nth_seed(seed: int, k: int) -> int:
-    """seed + k, as a signed number of 64 bits."""
-    return (seed + k + 2**63) % 2**64 - 2**63

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from conflux_jax.request import Logprobs
+from conflux_jax.request import Logprobs, PromptLogprobs
 from conflux_jax.serve.openai_requests import Call
 from conflux_jax.streams import OutputDelta
 from conflux_jax.text import IncrementalDetokenizer, TextCodec
@@ -29,28 +29,46 @@ class Answer(Protocol):
         """A choice at once. `output` has all of it."""
         ...
 
+    def beside(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
+        """What a reply has beside its choices."""
+        ...
+
 
 class CompletionAnswer:
     object = chunk_object = "text_completion"
 
     def __init__(self, codec: TextCodec, call: Call):
-        self._call = call
+        self._codec, self._call = codec, call
         self._logprobs = [_CompletionLogprobs(codec, call.num_top) for _ in call.requests]
 
     def opening(self, index: int) -> dict[str, Any] | None:
         echo = self._call.echo[index]
-        return _text_choice(index, echo, None, None) if echo else None
+        if not echo or self._call.echo_logprobs:  # then it comes with the first token
+            return None
+        return _text_choice(index, echo, None, None)
 
     def chunk(self, index: int, delta: OutputDelta) -> dict[str, Any]:
-        logprobs = None
-        if self._call.logprobs:
-            logprobs = self._logprobs[index].add(delta.token_ids, delta.logprobs)
-        return _text_choice(index, delta.text, logprobs, delta.finish_reason)
+        call, lists, scores = self._call, self._logprobs[index], delta.prompt_logprobs
+        text, logprobs = delta.text, None
+        if call.echo_logprobs and scores is not None:
+            echo, token_ids = call.echo[index], call.requests[index].prompt_token_ids
+            text, logprobs = echo + text, lists.add_prompt(token_ids, scores, echo)
+        if call.logprobs:
+            added = lists.add(delta.token_ids, delta.logprobs)
+            logprobs = added if logprobs is None else _side_by_side(logprobs, added)
+        return _text_choice(index, text, logprobs, delta.finish_reason)
 
     def whole(self, index: int, output: OutputDelta) -> dict[str, Any]:
+        call = self._call
         choice = self.chunk(index, output)
-        choice["text"] = self._call.echo[index] + choice["text"]
+        if not call.echo_logprobs:
+            choice["text"] = call.echo[index] + choice["text"]
+        if call.prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs_json(self._codec, call, index, output)
         return choice
+
+    def beside(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
+        return {}
 
 
 class ChatAnswer:
@@ -70,6 +88,12 @@ class ChatAnswer:
     def whole(self, index: int, output: OutputDelta) -> dict[str, Any]:
         message = {"role": "assistant", "content": output.text, "refusal": None}
         return self._choice(index, {"message": message}, output)
+
+    def beside(self, outputs: Sequence[OutputDelta]) -> dict[str, Any]:
+        if not self._call.prompt_logprobs:
+            return {}
+        first = prompt_logprobs_json(self._codec, self._call, 0, outputs[0])
+        return {"prompt_logprobs": first}
 
     def _choice(
         self, index: int, content: dict[str, Any], delta: OutputDelta | None
@@ -107,15 +131,80 @@ class _CompletionLogprobs:
         for token_id, entry in zip(token_ids, entries, strict=True):
             offsets.append(self._offset)
             self._offset += len(self._detokenizer.push(token_id))
-            likeliest = {token_text(self._codec, i): value for i, value in entry.top}
-            likeliest.setdefault(token_text(self._codec, token_id), entry.sampled)
-            tops.append({text: max(value, LEAST_LOGPROB) for text, value in likeliest.items()})
+            tops.append(self._likeliest(token_id, entry.sampled, entry.top))
         return {
             "tokens": [token_text(self._codec, i) for i in token_ids],
             "token_logprobs": [max(entry.sampled, LEAST_LOGPROB) for entry in entries],
             "top_logprobs": tops if self._num_top else None,
             "text_offset": offsets,
         }
+
+    def add_prompt(
+        self, token_ids: Sequence[int], scores: PromptLogprobs, text: str
+    ) -> dict[str, Any]:
+        """Of an echoed prompt: its first token has none, for nothing is before it."""
+        detokenizer = IncrementalDetokenizer(self._codec)
+        offsets, at = [], 0
+        for token_id in token_ids:
+            offsets.append(min(at, len(text)))
+            at += len(detokenizer.push(token_id))
+        self._offset = len(text)
+        values = scores.logprobs.tolist()
+        ids = scores.top_ids[:, : self._num_top].tolist()
+        tops = scores.top_logprobs[:, : self._num_top].tolist()
+        likeliest = [
+            self._likeliest(token_id, own, list(zip(*top, strict=True)))
+            for token_id, own, *top in zip(token_ids[1:], values, ids, tops, strict=True)
+        ]
+        return {
+            "tokens": [token_text(self._codec, i) for i in token_ids],
+            "token_logprobs": [None, *(max(value, LEAST_LOGPROB) for value in values)],
+            "top_logprobs": [None, *likeliest] if self._num_top else None,
+            "text_offset": offsets,
+        }
+
+    def _likeliest(
+        self, token_id: int, own: float, top: Sequence[tuple[int, float]]
+    ) -> dict[str, float]:
+        """The likeliest tokens, and the one that came."""
+        found = {token_text(self._codec, i): value for i, value in top}
+        found.setdefault(token_text(self._codec, token_id), own)
+        return {text: max(value, LEAST_LOGPROB) for text, value in found.items()}
+
+
+def _side_by_side(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The lists of one after those of the other; None where both have none."""
+    return {name: values and values + second[name] for name, values in first.items()}
+
+
+def prompt_logprobs_json(
+    codec: TextCodec, call: Call, index: int, output: OutputDelta
+) -> list[dict[str, Any] | None]:
+    """vLLM's field of that name: for each token of a prompt but the first, the token and the
+    likeliest by id."""
+    scores = output.prompt_logprobs
+    assert scores is not None, "asked for, and there is a token"
+    token_ids, top = call.requests[index].prompt_token_ids[1:], call.prompt_top
+    rows = zip(
+        token_ids,
+        scores.logprobs.tolist(),
+        scores.ranks.tolist(),
+        scores.top_ids[:, :top].tolist(),
+        scores.top_logprobs[:, :top].tolist(),
+        strict=True,
+    )
+
+    def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        logprob = max(logprob, LEAST_LOGPROB)
+        return {"logprob": logprob, "rank": rank, "decoded_token": token_text(codec, token_id)}
+
+    listed: list[dict[str, Any] | None] = [None]
+    for token_id, own, own_rank, ids, values in rows:
+        found = {str(token_id): entry(token_id, own, own_rank)}
+        for rank, (other, value) in enumerate(zip(ids, values, strict=True), 1):
+            found.setdefault(str(other), entry(other, value, rank))
+        listed.append(found)
+    return listed
 
 
 def token_text(codec: TextCodec, token_id: int) -> str:
@@ -156,6 +245,7 @@ def envelope(call: Call, kind: str, choices: list[dict[str, Any]]) -> dict[str, 
 def joined(deltas: Iterator[OutputDelta] | Sequence[OutputDelta]) -> OutputDelta:
     """All output of a request as one; there is at least one, and the last has the reason."""
     parts = list(deltas)
+    of_prompt = (part.prompt_logprobs for part in parts)
     return OutputDelta(
         text="".join(part.text for part in parts),
         token_ids=tuple(i for part in parts for i in part.token_ids),
@@ -163,6 +253,7 @@ def joined(deltas: Iterator[OutputDelta] | Sequence[OutputDelta]) -> OutputDelta
         logprobs=tuple(entry for part in parts for entry in part.logprobs),
         finish_reason=parts[-1].finish_reason,
         message=parts[-1].message,
+        prompt_logprobs=next((found for found in of_prompt if found is not None), None),
     )
 
 

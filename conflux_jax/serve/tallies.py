@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.plan import IterationPlan
 from conflux_jax.request import FinishReason, Request
+from conflux_jax.scheduler.latency_model import Parts
 
 TTFT_BOUNDS_S = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
@@ -37,6 +38,8 @@ TOKEN_BOUNDS = tuple(float(2**power) for power in range(18))
 KINDS = ("decode", "mixed", "prefill", "handoff")  # what an iteration has rows of; the last: none
 PHASES = ("decode", "prefill", "padding")  # what a row is used for
 TARGETS = ("ttft", "tbt", "all")
+# What an iteration's time goes to, by the latency model.
+PARTS = ("linear", "head", "prefill_attention", "all_to_all", "decode_attention", "handoff")
 
 
 class Histogram:
@@ -65,26 +68,34 @@ class _Progress:
 
 
 class Tallies:
-    """An `Observer`. clock: the engine's. Readers hold `lock`.
+    """An `Observer`. clock: the engine's. modelled: `Engine.modelled`. Readers hold `lock`.
 
     A request is late or on time by its own targets, or the config's where it has none; only one
     that ran to its end (a stop, or its length) counts, for a client that left may not have waited.
     """
 
-    def __init__(self, config: SchedulerConfig, groups: int, clock: Callable[[], float]):
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        groups: int,
+        clock: Callable[[], float],
+        modelled: Callable[[IterationPlan], Parts | None] = lambda plan: None,
+    ):
         self.lock = threading.Lock()
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._modelled = config, clock, modelled
         self._progress: dict[str, _Progress] = {}
         # Requests:
         self.ended_by = Counter[FinishReason]()
         self.prompt_tokens = 0  # of those that have their first token
         self.generated_tokens = 0
         self.ttft = Histogram(TTFT_BOUNDS_S)
-        self.gaps = Histogram(GAP_BOUNDS_S)
+        self.gaps, self.mean_gaps = Histogram(GAP_BOUNDS_S), Histogram(GAP_BOUNDS_S)
         self.e2e, self.queue, self.prefill, self.decode, self.inference = (
             Histogram(LONG_BOUNDS_S) for _ in range(5)
         )
-        self.prompt_sizes, self.output_sizes = Histogram(TOKEN_BOUNDS), Histogram(TOKEN_BOUNDS)
+        self.prompt_sizes, self.output_sizes, self.output_limits = (
+            Histogram(TOKEN_BOUNDS) for _ in range(3)
+        )
         self.with_target, self.on_time = Counter[str](), Counter[str]()
         # Iterations:
         self.rows = [Counter[str]() for _ in range(groups)]  # by group and phase
@@ -92,6 +103,9 @@ class Tallies:
         self.iteration_tokens = Histogram(TOKEN_BOUNDS)
         self.ratio = Histogram(RATIO_BOUNDS)  # measured over predicted seconds
         self.predicted_s, self.measured_s = 0.0, 0.0  # of iterations that had a prediction
+        self.modelled_s, self.model_error_s = 0.0, 0.0  # without the margin; and how far it was off
+        self.part_s = dict.fromkeys(PARTS, 0.0)
+        self.level, self.room = 0, 0  # of the last iteration; prefill tokens that all had room for
 
     # What the engine tells.
 
@@ -111,6 +125,7 @@ class Tallies:
         decodes = [len(rows) for rows in plan.decodes]
         shares = plan.prefill_shares or (0,) * len(decodes)
         kind = _kind(any(decodes), bool(plan.chunks))
+        parts = self._modelled(plan)
         with self.lock:
             for rows, decode, prefill in zip(self.rows, decodes, shares, strict=True):
                 rows["decode"] += decode
@@ -122,6 +137,10 @@ class Tallies:
                 self.predicted_s += plan.predicted_s
                 self.measured_s += elapsed_s
                 self.ratio.observe(elapsed_s / plan.predicted_s)
+            self.level = plan.level
+            self.room += plan.prefill_room
+            if parts is not None and parts.total > 0.0:
+                self._divide(parts, elapsed_s)
 
     def delivered(
         self, requests: Sequence[Request], reasons: Sequence[FinishReason | None], now_s: float
@@ -140,7 +159,27 @@ class Tallies:
         with self.lock:
             self._finish(request, reason, self._clock())
 
+    def first_token_s(self, request_ids: Sequence[str]) -> dict[str, float]:
+        """When the first tokens of these came, on the engine's clock, where they have."""
+        with self.lock:
+            found = [(i, self._progress.get(i)) for i in request_ids]
+            return {i: p.first_s for i, p in found if p is not None and p.num_tokens}
+
     # Under the lock.
+
+    def _divide(self, parts: Parts, elapsed_s: float) -> None:
+        self.modelled_s += parts.total
+        self.model_error_s += abs(elapsed_s - parts.total)
+        seconds = (
+            parts.linear,
+            parts.head,
+            parts.prefill - parts.communication,
+            parts.communication,
+            parts.decode,
+            parts.handoff,
+        )
+        for name, part_s in zip(PARTS, seconds, strict=True):
+            self.part_s[name] += part_s * elapsed_s / parts.total
 
     def _count_token(self, request: Request, progress: _Progress, now_s: float) -> None:
         if progress.num_tokens:
@@ -162,10 +201,13 @@ class Tallies:
         num_tokens = 0 if progress is None else progress.num_tokens
         self.prompt_sizes.observe(len(request.prompt_token_ids))
         self.output_sizes.observe(num_tokens)
+        self.output_limits.observe(request.max_output_tokens)
         if progress is None or not num_tokens:
             return
         self.decode.observe(progress.last_s - progress.first_s)
         self.inference.observe(progress.last_s - progress.admitted_s)
+        if num_tokens > 1:
+            self.mean_gaps.observe((progress.last_s - progress.first_s) / (num_tokens - 1))
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
             self._judge(request, progress)
 

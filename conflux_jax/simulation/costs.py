@@ -53,6 +53,7 @@ class ConfluxCosts:
         self.groups, self.tp = groups, tp
         self.overlap, self.spread, self.batched = overlap and not spread, spread, batched
         self.confined = confined
+        self._handoff = (0, 0.0)  # tokens and seconds, as last asked
 
     def stages(self, work: Work) -> Stages:
         """A hand-off runs beside the linear layers, which last as long as it if that is longer."""
@@ -62,7 +63,7 @@ class ConfluxCosts:
             linear = model.linear_s(work.rows, tp)
         else:
             linear = model.linear_s(decodes, tp) + model.linear_s(share, tp)
-        handoff = model.kv_transfer_s(work.handoff_tokens, tp)
+        handoff = self._handoff_s(work.handoff_tokens)
         tiles = model.prefill_tiles(work.chunks, self.groups * tp)
         prefill, decode = model.tiles_s(tiles), self._decode_s(work, decodes)
         sent = decodes + share if self.spread else share
@@ -73,15 +74,16 @@ class ConfluxCosts:
             overhead += model.spec.num_layers * hardware.fork_s
         else:
             attention = decode + out + prefill + back
-        return Stages(
-            linear=max(linear, handoff),
-            head=model.head_s(work.rows, work.samples, tp),
-            prefill_attention=prefill,
-            decode_attention=decode,
-            communication=out + back,
-            attention=attention,
-            overhead=overhead,
-        )
+        linear, head = max(linear, handoff), model.head_s(work.rows, work.samples, tp)
+        return Stages(linear, head, prefill, decode, out + back, attention, overhead)
+
+    def _handoff_s(self, tokens: int) -> float:
+        """One number of tokens, for it is static, or none."""
+        if not tokens:
+            return 0.0
+        if tokens != self._handoff[0]:
+            self._handoff = tokens, self.model.kv_transfer_s(tokens, self.tp)
+        return self._handoff[1]
 
     def _decode_s(self, work: Work, decodes: int, sms: int | None = None) -> float:
         """Of a group with most decodes and most context, be they those of one group or not."""

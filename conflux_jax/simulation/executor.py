@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -57,11 +56,12 @@ class ModelledExecutor:
         self.num_iterations = 0
         self._costs, self._clock, self._limits = costs, clock, limits
         self._noise, self._random = noise, random.Random(seed)
+        self._contexts = Contexts(limits.geometry.groups)
         self._free_s = 0.0
         self._tokens = np.zeros(0, np.int32)
 
     def launch(self, plan: IterationPlan) -> Ticket:
-        work = work_of(plan, self._limits)
+        work = work_of(plan, self._limits, self._contexts)
         stages = self._costs.stages(work)
         elapsed_s = stages.total
         if self._noise:
@@ -83,26 +83,43 @@ class ModelledExecutor:
         return StepOutput(self._tokens[: ticket.num_samples], ticket.elapsed_s)
 
 
-def work_of(plan: IterationPlan, limits: BatchLimits) -> Work:
+class Contexts:
+    """KV tokens that the decodes of each group read, from plan to plan of one scheduler.
+
+    Most of the time the same rows decode again, each one token further: `DecodeRows.request_ids` is
+    then the object that it was, and positions need not be looked at. Rows are added up else.
+    """
+
+    def __init__(self, groups: int):
+        self._ids: list[tuple[str, ...]] = [()] * groups
+        self._totals, self._longest = [0] * groups, [0] * groups
+
+    def of(self, plan: IterationPlan) -> tuple[tuple[int, ...], int]:
+        """Of each group, and of the longest decode. Every plan must be told, in order."""
+        for group, rows in enumerate(plan.decodes):
+            ids = rows.request_ids
+            if ids is not self._ids[group]:
+                self._ids[group] = ids
+                self._totals[group] = int(np.add.reduce(rows.positions, dtype=np.int64))
+                self._longest[group] = int(rows.positions.max()) if ids else 0
+            elif ids:
+                self._totals[group] += len(ids)
+                self._longest[group] += 1
+        return tuple(self._totals), max(self._longest)
+
+
+def work_of(plan: IterationPlan, limits: BatchLimits, contexts: Contexts | None = None) -> Work:
     """What a plan makes the devices do. Static parts count in full, used or not, since that is what
     a compiled step runs: the bucket's rows, the rows that may sample, the pages of a hand-off.
 
-    Looks at columns, never at single rows: it is called once an iteration.
+    contexts: that was told of all plans before; without one, rows are added up.
     """
     bucket = plan.bucket
-    decodes = [len(rows.request_ids) for rows in plan.decodes]
-    contexts, longest = [0] * len(decodes), 0
-    if busy := [group for group, count in enumerate(decodes) if count]:
-        positions = np.concatenate([plan.decodes[group].positions for group in busy])
-        starts = [0, *accumulate(decodes[group] for group in busy[:-1])]
-        totals = np.add.reduceat(positions, starts, dtype=np.int64).tolist()
-        for group, total in zip(busy, totals, strict=True):
-            contexts[group] = total
-        longest = int(np.maximum.reduce(positions))
+    totals, longest = (contexts or Contexts(len(plan.decodes))).of(plan)
     return Work(
         rows=bucket.rows,
-        decodes=tuple(decodes),
-        contexts=tuple(contexts),
+        decodes=tuple([len(rows.request_ids) for rows in plan.decodes]),
+        contexts=totals,
         longest=longest,
         chunks=tuple([(chunk.start, chunk.length) for chunk in plan.chunks]),
         shares=plan.prefill_shares,

@@ -19,6 +19,7 @@ import numpy as np
 
 from conflux_jax.config import ConfigError
 from conflux_jax.models.known_specs import KNOWN_SPECS
+from conflux_jax.models.spec import ModelSpec
 from conflux_jax.simulation.capacity import (
     STEP,
     Best,
@@ -29,11 +30,12 @@ from conflux_jax.simulation.capacity import (
 )
 from conflux_jax.simulation.hardware import Hardware, load_hardware
 from conflux_jax.simulation.results import Results
+from conflux_jax.simulation.roofline import ModelCosts, group_size
 from conflux_jax.simulation.simulator import simulate
 from conflux_jax.simulation.system import SimulatedRequest, System
 from conflux_jax.simulation.systems import SYSTEMS
-from conflux_jax.simulation.systems.conflux import Blueprint, ConfluxSystem
-from conflux_jax.simulation.systems.conflux_design import design
+from conflux_jax.simulation.systems.conflux import Blueprint
+from conflux_jax.simulation.systems.conflux_design import assemble, design, replica_gpus
 from conflux_jax.simulation.systems.search import candidates
 from conflux_jax.simulation.targets import SLOWDOWN, Targets, scaled_targets
 from conflux_jax.simulation.traces import TraceError, TraceRequest, read_trace
@@ -45,12 +47,14 @@ PROBE_SHARE = 0.4  # of the first slice, its beginning, on which settings are co
 FIRST_GUESS = 0.5  # of the rate that the linear layers' products alone would allow
 NEAR_STEP = 1.12  # from a rate that was sustained on part of the slice, or on another
 # Of our system: its defaults; without the bound on how often a prompt may be overtaken, which the
-# others do not have either; and room for the decodes of many short requests.
+# others do not have either; room for the decodes of many short requests; and engines of fewer GPUs
+# side by side, as the others are tried too.
 OUR_SETTINGS: tuple[dict[str, Any], ...] = (
     {},
     {"max_bypass": 1_000_000},
     {"max_bypass": 1_000_000, "max_num_seqs": 2048},
 )
+FEWEST_GROUPS = (2, 1)  # of each of those
 QUANTILES = tuple(float(percent) for percent in range(101))
 
 Settings = Mapping[str, Any]
@@ -126,7 +130,7 @@ def tune(case: Case) -> Tuned:
     of the first slice: see `capacity.best_settings`."""
     spec, hardware = KNOWN_SPECS[case.model], _hardware(case.hardware)
     if case.system == "conflux":
-        choices: list[dict[str, Any]] = list(OUR_SETTINGS)
+        choices = our_settings(spec, hardware, case.gpus)
     else:
         choices = candidates(case.system, spec, hardware, case.gpus)
     if not choices:
@@ -141,6 +145,13 @@ def tune(case: Case) -> Tuned:
 
     best: Best[Settings] = best_settings(choices, score, first_guess(probe))
     return Tuned(dict(best.settings), best.rate, best.sustained)
+
+
+def our_settings(spec: ModelSpec, hardware: Hardware, gpus: int) -> list[dict[str, Any]]:
+    """What is worth trying for ours."""
+    groups = gpus // group_size(ModelCosts.of(spec), hardware)
+    replicas = [groups // few for few in FEWEST_GROUPS if groups > few and groups % few == 0]
+    return [*OUR_SETTINGS, *({"max_bypass": 1_000_000, "replicas": count} for count in replicas)]
 
 
 def measure(case: Case, seed: int, tuned: Tuned) -> Found:
@@ -232,9 +243,11 @@ def first_guess(case: Case) -> float:
 def build(case: Case, settings: Settings, seed: int) -> System:
     """Raises ConfigError or ModelError that names what cannot work."""
     if case.system == "conflux":
-        named = json.dumps(settings, sort_keys=True)
-        blueprint = _blueprint(case.model, case.hardware, case.gpus, named)
-        return ConfluxSystem(blueprint, case.ordering, seed=seed)
+        gpus, engine = replica_gpus(case.gpus, settings), dict(settings)
+        replicas = engine.pop("replicas", 1)
+        named = json.dumps(engine, sort_keys=True)
+        blueprint = _blueprint(case.model, case.hardware, gpus, named)
+        return assemble(blueprint, replicas, case.ordering, seed=seed)
     return SYSTEMS[case.system](
         KNOWN_SPECS[case.model],
         _hardware(case.hardware),

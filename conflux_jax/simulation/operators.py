@@ -81,7 +81,10 @@ class PrefillAttention:
         """tiles, blocks: of all chunks and heads. longest: tiles of the longest block."""
         tile_s = self.tile_s * head_dim / HEAD_DIM
         mean = (tile_s * tiles + self.block_s * blocks) / sms
-        shared = larger(where(blocks <= SPLIT_BELOW * sms, sms // larger(blocks, 1), 1), 1)
+        if isinstance(blocks, np.ndarray):
+            shared = where(blocks <= SPLIT_BELOW * sms, sms // larger(blocks, 1), 1)
+        else:
+            shared = sms // blocks if 0 < blocks <= SPLIT_BELOW * sms else 1
         chain = tile_s * longest / shared + self.block_s
         return self.start_s + blend(mean, chain, self.sharpness)
 
@@ -178,8 +181,11 @@ def memory_share(sms: float, sm_bytes_s: float, memory_bytes_s: float) -> float:
 
 def blend(a: Size, b: Size, sharpness: float) -> Size:
     """The larger, and up to 2 ** (1 / sharpness) times as much where they are equal."""
-    high = larger(a, b)
-    return high * ((a / high) ** sharpness + (b / high) ** sharpness) ** (1 / sharpness)
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        low, high = np.minimum(a, b), np.maximum(a, b)
+    else:
+        low, high = (a, b) if a < b else (b, a)
+    return high * (1.0 + (low / high) ** sharpness) ** (1 / sharpness)
 
 
 def parts(size: Size, of: Size) -> Size:

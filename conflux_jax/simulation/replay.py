@@ -1,10 +1,10 @@
 """Records of a real run, and what becomes of them in a simulation.
 
-`Recorder` stands between an engine, or a loop turned by hand, and its scheduler, and keeps all that
-the scheduler was told and all that it planned. A scheduler is a function of these and nothing else,
-so the same one, told the same, must plan the same (`replan`). With iteration times from a
-calibrated profile in place of those that were measured (`ProfiledCosts`), times come out that can
-be held against the real ones (`quantile_errors`).
+`RecordingScheduler` stands between an engine, or a loop turned by hand, and its scheduler, and
+keeps all that the scheduler was told and all that it planned. A scheduler is a function of these
+and nothing else, so the same one, told the same, must plan the same (`replan`). With iteration
+times from a calibrated profile in place of those that were measured (`ProfiledCosts`), times come
+out that can be held against the real ones (`quantile_errors`).
 """
 
 from __future__ import annotations
@@ -14,34 +14,22 @@ from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
-from conflux_jax.loop import InFlight, Planner, turn
+from conflux_jax.execution.limits import BatchLimits
+from conflux_jax.loop import InFlight, RequestScheduler, turn
 from conflux_jax.plan import Executor, IterationPlan, StepOutput
 from conflux_jax.request import FinishReason, Request, TokenEvent
+from conflux_jax.scheduler.estimate import Estimate
+from conflux_jax.simulation.executor import work_of
 from conflux_jax.simulation.results import Results
 from conflux_jax.simulation.system import SimulatedRequest, Tokens
+from conflux_jax.simulation.work import CostModel
 
 QUANTILES = (0.5, 0.9, 0.95, 0.99)
-
-
-class Requests(Planner, Protocol):
-    """What is recorded of a scheduler."""
-
-    def add(self, request: Request) -> None: ...
-
-    def cancel(self, request_id: str) -> bool: ...
-
-    def finish(self, request_id: str, reason: FinishReason) -> Any: ...
-
-    @property
-    def has_work(self) -> bool: ...
-
-    def load(self) -> Any: ...
-
-    def output_limit(self, prompt_tokens: int, max_tokens: int | None) -> int: ...
 
 
 class Added(NamedTuple):
@@ -86,10 +74,10 @@ class Record:
         return sorted(added, key=lambda request: request.arrival_s)
 
 
-class Recorder:
+class RecordingScheduler:
     """A scheduler that is written down. Satisfies what loop and engine need of one."""
 
-    def __init__(self, scheduler: Requests):
+    def __init__(self, scheduler: RequestScheduler):
         self.record = Record()
         self._scheduler = scheduler
 
@@ -112,6 +100,22 @@ class Recorder:
     def load(self) -> Any:
         return self._scheduler.load()
 
+    def lose_device_state(self) -> Sequence[str]:
+        """Raises RuntimeError: the record has no word for what a failed step takes along."""
+        raise RuntimeError("a step failed: this run cannot be replayed")
+
+    def snapshot(self, most: int) -> Any:
+        return self._scheduler.snapshot(most)
+
+    def modelled(self, plan: IterationPlan) -> Any:
+        return self._scheduler.modelled(plan)
+
+    def estimate(self, prompt_tokens: int) -> Estimate | None:
+        return self._scheduler.estimate(prompt_tokens)
+
+    def least_s(self, prompt_tokens: int) -> float:
+        return self._scheduler.least_s(prompt_tokens)
+
     def output_limit(self, prompt_tokens: int, max_tokens: int | None) -> int:
         return self._scheduler.output_limit(prompt_tokens, max_tokens)
 
@@ -128,7 +132,7 @@ class Recorder:
 
 
 def drive(
-    scheduler: Requests,
+    scheduler: RequestScheduler,
     executor: Executor,
     clock: Callable[[], float],
     wait_until: Callable[[float], None],
@@ -146,7 +150,7 @@ def drive(
         in_flight, _ = turn(scheduler, executor, clock, in_flight)
 
 
-def replan(record: Record, scheduler: Requests) -> list[IterationPlan]:
+def replan(record: Record, scheduler: RequestScheduler) -> list[IterationPlan]:
     """The plans of a new scheduler that is told what the record's was told, by the same loop, with
     the iteration times that were measured; up to the first that is not the record's, since what
     was measured belongs to no other."""
@@ -226,11 +230,17 @@ def recorded_requests(record: Record) -> list[SimulatedRequest]:
             arrival_s=request.arrival_s - origin_s,
             prompt_tokens=len(request.prompt_token_ids),
             output_tokens=outputs[request.request_id],
-            deadline_s=request.arrival_s - origin_s + (request.params.ttft_slo_s or math.inf),
+            deadline_s=_deadline_s(request) - origin_s,
             tbt_slo_s=request.params.tbt_slo_s or math.inf,
         )
         for number, request in enumerate(_served(record))
     ]
+
+
+def _deadline_s(request: Request) -> float:
+    """Of the first token."""
+    target_s = request.params.ttft_slo_s or math.inf
+    return min(request.arrival_s + target_s, request.deadline_s)
 
 
 def quantile_errors(simulated: Results, real: Results) -> dict[str, float]:
@@ -249,6 +259,20 @@ def quantile_errors(simulated: Results, real: Results) -> dict[str, float]:
             ratio = float(np.quantile(ours, level) / np.quantile(theirs, level))
             errors[f"{name}_p{round(100 * level)}"] = ratio - 1.0
     return errors
+
+
+def iteration_ratios(
+    record: Record, costs: CostModel, limits: BatchLimits
+) -> dict[str, Float[np.ndarray, " iterations"]]:
+    """What the record's iterations took over what `costs` says of them, in their order: of those
+    with decodes only (`decode`) and of those with prefill (`prefill`)."""
+    committed = [event for event in record.events if isinstance(event, Committed)]
+    found: dict[str, list[float]] = {"decode": [], "prefill": []}
+    for plan, event in zip(record.plans, committed, strict=False):  # the last may not have ended
+        modelled_s = costs.stages(work_of(plan, limits)).total
+        kind = "prefill" if plan.chunks else "decode"
+        found[kind].append(event.elapsed_s / modelled_s)
+    return {kind: np.array(ratios) for kind, ratios in found.items()}
 
 
 def _outputs(record: Record) -> Counter[str]:

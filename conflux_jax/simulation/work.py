@@ -6,12 +6,10 @@ says how many tokens of which kind run where, and nothing of how long that takes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One iteration on groups of GPUs that stand side by side.
 
     rows: packed rows through the linear layers in the group with most, padding included. decodes:

@@ -34,8 +34,11 @@ def prefill_attention(
     *,
     kv_heads: int,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float[Array, "q_heads block_rows"]]:
-    """As `pallas_kernels.prefill_attention.prefill_attention`, limits and results alike."""
+    """As `pallas_kernels.prefill_attention.prefill_attention`, limits and results alike, but that
+    the plan must not have its keys divided."""
     check_prefill(qkv, pool, kv_heads)
+    if plan.parts is not None:
+        raise ValueError("plan: must not be of divide_keys, whose parts nothing merges here")
     tokens, qkv_heads, head_dim = qkv.shape
     q_heads, max_items = qkv_heads - 2 * kv_heads, plan.items.shape[0]
     return jax_triton.triton_call(

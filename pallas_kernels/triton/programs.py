@@ -155,7 +155,8 @@ def prefill_program(
         at = row.to(tl.int64)[:, None] * (Q_HEADS * HEAD_DIM) + head * HEAD_DIM + dim[None, :]
         result = (values / total[:, None]).to(q.dtype)
         tl.store(out + at, result, mask=is_query[:, None])
-        at_lse = head * (MAX_ITEMS * QUERIES) + item * QUERIES + tl.arange(0, QUERIES)
+        block = tl.load(fields + 12)  # its place in `lse`, whatever the order of the items
+        at_lse = head * (MAX_ITEMS * QUERIES) + block * QUERIES + tl.arange(0, QUERIES)
         tl.store(lse + at_lse, (maximum + tl.log2(total)) * LN_2)
 
 

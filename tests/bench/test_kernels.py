@@ -40,6 +40,17 @@ def test_prefill_is_counted_in_tiles():
     assert work.floor_s == pytest.approx(5 * 4 * 128**3 / (989.4e12 / 132))
 
 
+def test_divided_keys_are_counted_with_their_merging():
+    """128 tokens after 12,800 are one block of 101 tiles: 8 units, each in six parts of at most 17
+    tiles, 16 being the least."""
+    work = prefill_work(PrefillCase("", MODEL, ((12_800, 128),)))
+    tiles, units = 8 * 101, 8 * 6
+    assert work.flops == tiles * 4 * 128**3
+    assert work.busiest == 17 / tiles
+    queries_and_keys = (tiles * 2 * 128 + units * 128) * 128 * 2
+    assert work.loaded_bytes == queries_and_keys + units * 128 * 129 * 4
+
+
 def test_a_round_that_turns_around_evens_out():
     """34 blocks of 8 heads on 132 programs: three rounds, the second in reverse."""
     work = prefill_work(PrefillCase("", MODEL, ((0, 34 * 128),)))
@@ -98,7 +109,7 @@ def tiny(monkeypatch):
 def prefill_by_xla(case: PrefillCase, factor: float):
     segments = jax.tree.map(jnp.asarray, case.segments())
 
-    def prefill(qkv, pool, layer, plan, kv_heads):
+    def prefill(qkv, pool, layer, plan, kv_heads, tickets=None):
         q, k, v = jnp.split(qkv, (4, 6), axis=1)
         grouped = q.reshape(-1, kv_heads, 2, 64)
         out = blockwise.prefill_attention(grouped, k, v, pool, layer, segments)

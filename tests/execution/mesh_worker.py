@@ -29,7 +29,8 @@ from tests.execution.collectives import collectives
 
 DEVICES = 8
 PROMPT_SEED = 8  # of prompts for which no token's lead over the runner-up is near nothing
-PROMPT_LENGTHS = {"short": 3, "page and a half": 6, "several chunks": 19}
+OPTIONS = "with options"
+PROMPT_LENGTHS = {"short": 3, "page and a half": 6, "several chunks": 19, OPTIONS: 11}
 FILLER = "filler"
 FILLER_LENGTH = 72
 MAX_TOKENS = 6
@@ -73,14 +74,23 @@ def requests(vocab_size: int, filler: bool) -> list[Request]:
     for name, length in lengths.items():
         most = 1 if name == FILLER else MAX_TOKENS
         params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True, logprobs=2)
+        if name == OPTIONS:
+            params = replace(
+                params,
+                repetition_penalty=1.5,
+                frequency_penalty=2.0,
+                logit_bias={token_id: 6.0 for token_id in range(100, vocab_size, 100)},
+                bad_token_ids=tuple(range(0, vocab_size, 3)),
+                prompt_logprobs=2,
+            )
         prompt = tuple(rng.integers(0, vocab_size, length).tolist())
         made.append(Request(name, prompt, params, most))
     return made if filler else [r for r in made if r.request_id != FILLER]
 
 
 def serve(job: Job) -> dict:
-    """What the requests got (for each token, it and the likeliest two), what kinds of iterations
-    ran, and each program's collectives."""
+    """What the requests got (for each token, it and the likeliest two), how likely prompts were,
+    what kinds of iterations ran, and each program's collectives."""
     config = settings(job.sp, job.tp)
     runner = Runner.create(open_source(job.model), config)
     runner.ladders = replace(runner.ladders, mixed_decode_rows=(MAX_DECODES,))
@@ -88,6 +98,7 @@ def serve(job: Job) -> dict:
     for request in requests(runner.dims.spec.vocab_size, job.filler):
         scheduler.add(request)
     answers: dict[str, list] = {}
+    prompts: dict[str, list[float]] = {}
     kinds: set[str] = set()
     in_flight = None
     while scheduler.has_work or in_flight is not None:
@@ -96,12 +107,15 @@ def serve(job: Job) -> dict:
             kinds |= set(kinds_of(in_flight.plan))
         for event in events:
             assert event.logprobs is not None
+            if event.prompt_logprobs is not None:
+                prompts[event.request_id] = event.prompt_logprobs.logprobs.tolist()
             answers.setdefault(event.request_id, []).append((event.token_id, event.logprobs.top))
     programs = [collectives(str(program.as_text())) for program in runner._compiled.values()]
     runner.close()
     return {
         "job": asdict(job),
         "answers": answers,
+        "prompts": prompts,
         "kinds": sorted(kinds),
         "programs": [[asdict(found) for found in program] for program in programs],
     }

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.execution.collectives import Collective
-from tests.execution.mesh_worker import FILLER, MAX_TOKENS, PROMPT_LENGTHS, Job
+from tests.execution.mesh_worker import FILLER, MAX_TOKENS, OPTIONS, PROMPT_LENGTHS, Job
 from tests.tiny import write_tiny_llama
 
 pytestmark = pytest.mark.meshes
@@ -92,14 +92,19 @@ def test_greedy_output_is_the_same_on_every_mesh(heads, models, results: Results
         **dict.fromkeys(PROMPT_LENGTHS, MAX_TOKENS),
         FILLER: 1,
     }
-    for answer in alone.values():
-        for token_id, ((first, best), (_, second)) in answer:
+    changed = [token_id != top[0][0] for token_id, top in alone[OPTIONS]]
+    assert sum(changed) > MAX_TOKENS // 2
+    prompts = results[model, 1, 1, True]["prompts"]
+    assert {name: len(values) for name, values in prompts.items()} == {OPTIONS: 10}
+    for name in alone.keys() - {OPTIONS}:
+        for token_id, ((first, best), (_, second)) in alone[name]:
             assert token_id == first
             assert best - second > 1e-3  # else either of the two would be right
     for (of, sp, tp, filler), result in results.items():
         if of != model:
             continue
         label, got = f"sp={sp} tp={tp}", result["answers"]
+        np.testing.assert_allclose(result["prompts"][OPTIONS], prompts[OPTIONS], atol=1e-4)
         assert set(alone) - set(got) == (set() if filler else {FILLER}), label
         for name, answer in got.items():
             assert [token for token, _ in answer] == [token for token, _ in alone[name]], label

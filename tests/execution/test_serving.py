@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -14,46 +13,29 @@ import numpy as np
 import pytest
 
 from conflux_jax import calibrate as command
-from conflux_jax.config import Config, ConfigError
-from conflux_jax.execution.calibration import Effort, calibrate, profile_identity
+from conflux_jax.config import ConfigError
+from conflux_jax.execution import sms_search
+from conflux_jax.execution.calibration import (
+    Effort,
+    calibrate,
+    draw_workloads,
+    profile_identity,
+)
 from conflux_jax.execution.runner import Runner
-from conflux_jax.models.loading import open_source
+from conflux_jax.execution.sms_search import choose_decode_sms, mixed_shapes
 from conflux_jax.plan import IterationPlan
-from conflux_jax.request import FinishReason, SamplingParams
+from conflux_jax.request import FinishReason, Request, SamplingParams
 from conflux_jax.scheduler.latency_model import IterationShape, LatencyModel
-from tests.serving import GREEDY, Serving, make_request, no_compilation
-from tests.tiny import write_tiny_llama
-
-SETTINGS = {
-    "dtype": "float32",
-    "max_model_len": 192,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "kv_pool_tokens": 1024,
-    "page_tokens": 4,
-    "handoff_pages": 6,
-    "decode_rows_ladder": (8,),
-    "bucket_growth": 8.0,
-}
-
-
-def settings(runner: Runner, **changes) -> Config:
-    return Config.from_flat(**{**SETTINGS, "sp": runner.geometry.groups, **changes})
-
-
-@pytest.fixture(scope="module", params=[1, 3], ids="sp={}".format)
-def runner(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[Runner]:
-    path = write_tiny_llama(tmp_path_factory.mktemp("model"), num_heads=6, num_kv_heads=3)
-    rows = (-(-48 // request.param),)
-    config = Config.from_flat(sp=request.param, rows_ladder=rows, **SETTINGS)
-    made = Runner.create(open_source(str(path)), config)
-    made.warm_up()
-    yield made
-    made.close()
-
-
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+from tests.execution.conftest import SPOILT
+from tests.serving import (
+    GREEDY,
+    SETTINGS,
+    Serving,
+    make_request,
+    no_compilation,
+    prompt,
+    settings,
+)
 
 
 def alone(runner: Runner, *request) -> list[int]:
@@ -149,6 +131,86 @@ def test_preempted_twice_and_more(runner: Runner):
         assert len(short.tokens[request.request_id]) == request.max_output_tokens
 
 
+@pytest.mark.parametrize("at", [5, 59], ids="token {}".format)
+def test_a_request_that_makes_nan_ends_alone(runner: Runner, at: int):
+    """Beside decodes, and between other prompts in the same chunks; then others have its pages,
+    and pages that are not full."""
+    requests = [make_request(f"r{i}", prompt(i, 20 + i), 30) for i in range(6)]
+    expected = {own.request_id: alone_of(runner, own) for own in requests}
+    tokens = prompt(9, 60)
+    tokens[at] = SPOILT
+    serving = Serving(runner, settings(runner), num_pages=80)
+    for request in requests[:2]:
+        serving.add(request)
+    serving.run(4)
+    for request in (requests[2], make_request("spoilt", tokens, 30), requests[3]):
+        serving.add(request)
+    serving.run(8)
+    assert serving.ends.pop("spoilt") is FinishReason.ERROR
+    assert serving.messages == {
+        "spoilt": "request spoilt: the logits after 60 tokens are not finite, so there is no next "
+        "token"
+    }
+    for request in requests[4:]:
+        serving.add(request)
+    assert serving.drain() == {**expected, "spoilt": []}
+    assert set(serving.ends.values()) == {FinishReason.LENGTH}
+
+
+def test_pages_that_held_nan_are_as_good_as_others(runner: Runner):
+    """A spoilt prompt of one token less than memory, then short ones all over it. In the pool only
+    keys are no numbers: kernels multiply values that they mask, by 0."""
+    requests = [make_request(f"r{i}", prompt(i, 3 + i), 9) for i in range(8)]
+    expected = {own.request_id: alone_of(runner, own) for own in requests}
+    serving = Serving(runner, settings(runner), num_pages=48)
+    serving.add(make_request("spoilt", [SPOILT, *prompt(8, 90)], 1))
+    serving.drain()
+    assert serving.ends["spoilt"] is FinishReason.ERROR
+    keys, values = np.moveaxis(np.asarray(runner.state.pool), 1, 0)
+    assert np.isnan(keys).any() and np.isfinite(values).all()
+    for request in requests:
+        serving.add(request)
+    assert serving.drain() == {**expected, "spoilt": []}
+
+
+def alone_of(runner: Runner, request: Request) -> list[int]:
+    serving = Serving(runner, settings(runner))
+    serving.add(request)
+    return serving.drain()[request.request_id]
+
+
+def test_a_reset_gives_an_empty_pool_and_the_same_answers(runner: Runner, monkeypatch):
+    """A step that takes its buffers and fails; "b" was in it, "a" was not yet."""
+    expected = alone(runner, "a", prompt(1, 50), 12)
+    config = settings(runner, max_num_seqs=1)
+    serving = Serving(runner, config)
+    serving.add(make_request("b", prompt(2, 50), 12))
+    serving.add(make_request("a", prompt(1, 50), 12))
+    serving.run(3)
+    broken = {bucket: FailsOnce(step) for bucket, step in runner._compiled.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_compiled", broken)
+        with pytest.raises(MemoryError):
+            serving.turn()
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(runner._state))
+    assert serving.scheduler.lose_device_state() == ["b"]
+    runner.reset()
+    serving.forget()
+    serving.drain()
+    assert serving.tokens["a"] == expected
+
+
+class FailsOnce:
+    """A compiled step that runs, and then says that it did not."""
+
+    def __init__(self, step: jax.stages.Compiled):
+        self._step = step
+
+    def __call__(self, *args) -> None:
+        self._step(*args)
+        raise MemoryError("RESOURCE_EXHAUSTED")
+
+
 def test_nothing_compiles_whatever_is_asked(runner: Runner):
     """All sampling options in one batch, prompts from one token to many chunks, chunks of one
     token where decodes leave no more, and limits that no bucket is aligned with."""
@@ -173,6 +235,11 @@ def serve_at_random(runner: Runner, batched_tokens: int) -> list[IterationPlan]:
             min_p=draw.choice((0.0, 0.05)),
             logprobs=draw.choice((None, 0, 5)),
             ignore_eos=draw.random() < 0.5,
+            prompt_logprobs=draw.choice((None, 0, 5)),
+            presence_penalty=draw.choice((0.0, 0.5)),
+            repetition_penalty=draw.choice((1.0, 1.2)),
+            logit_bias=draw.choice(((), {7: 1.0})),
+            min_tokens=draw.choice((0, 5)),
         )
         tokens = prompt(number, draw.choice((1, 2, 11, 48, 49, 101)))
         output = draw.randint(1, 20)
@@ -201,6 +268,21 @@ def test_calibration_runs_every_bucket_and_compiles_nothing(runner: Runner):
     assert alone(runner, "a", prompt(3, 60), 8) == expected
 
 
+def test_multiprocessors_are_divided_by_the_steps_that_serve(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+):
+    """On a CPU there are none, so only who is told what is seen here."""
+    mixed = mixed_shapes(draw_workloads(runner, 48, Effort(shapes=12), seed=0))
+    assert {workload.kind for workload in mixed} == {"mixed"}
+    told: list[int] = []
+    monkeypatch.setattr(runner, "divide_sms", told.append, raising=False)
+    monkeypatch.setattr(sms_search, "SMS", 40)
+    with no_compilation():
+        found = choose_decode_sms(runner, mixed[:2], repeats=1)
+    assert found.shapes == 2 and {16, 32} <= set(found.slowdowns) <= {8, 16, 24, 32}
+    assert told[:2] == [16, 32] and told[-1] == found.decode_sms
+
+
 def test_the_calibrate_command_writes_a_profile_for_its_engine(
     runner: Runner, tmp_path: Path, capsys
 ):
@@ -211,6 +293,7 @@ def test_the_calibrate_command_writes_a_profile_for_its_engine(
     assert printed.endswith(f"Wrote {profile}\n")
     names = [line.split("  ")[0] for line in printed.splitlines()]
     assert [names.count(name) for name in ("fit", "held out", "noise")] == [4, 4, 4]
+    assert "decode_sms: not looked for: no GPU runs the steps" in printed.splitlines()
 
     values = json.loads(summary.read_text())
     assert list(values) == ["heldout_mean_error", "heldout_p95_error", "noise_floor"]

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import tempfile
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import transformers
 from tokenizers import pre_tokenizers
+from transformers import generation
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 HERE = Path(__file__).parent
@@ -37,6 +39,8 @@ from tests.goldens.inputs import (  # noqa: E402
     LONG_MODEL,
     LONG_POSITIONS,
     LONG_PROMPT,
+    PROCESSOR_VOCAB,
+    PROCESSORS,
     PROMPTS,
     ROPE_CONFIGS,
     ROPE_POSITION,
@@ -65,6 +69,7 @@ def build(path: Path) -> dict[str, Any]:
     return {
         "tokenizer.json": tokenizer_cases(tokenizer),
         "long_context.json": long_context(),
+        "processors.json": [processed(**case) for case in PROCESSORS],
         "rope.json": [rope_case(**case) for case in ROPE_CONFIGS],
         "smollm2.json": smollm2(path, tokenizer),
     }
@@ -192,6 +197,37 @@ def long_context() -> dict[str, Any]:
     }
 
 
+def processed(
+    name: str, params: dict[str, Any], prompt: list[int], output: list[int], eos: list[int]
+) -> dict[str, Any]:
+    """Random logits, and what processors make of them in the engine's order; None: minus infinity.
+    What has no processor in transformers (presence, frequency) is not here."""
+    draw = random.Random(name)
+    logits = [round(draw.gauss(0, 4), 3) for _ in range(PROCESSOR_VOCAB)]
+    chain: list[Any] = []
+    if bad := params.get("bad_token_ids"):
+        chain.append(generation.NoBadWordsLogitsProcessor([[i] for i in bad]))
+    if least := params.get("min_tokens"):
+        length = len(prompt)
+        chain.append(generation.MinNewTokensLengthLogitsProcessor(length, least, eos))
+    if biases := params.get("logit_bias"):
+        pairs = [[[int(token_id)], bias] for token_id, bias in biases.items()]
+        chain.append(generation.SequenceBiasLogitsProcessor(pairs))
+    if penalty := params.get("repetition_penalty"):
+        chain.append(generation.RepetitionPenaltyLogitsProcessor(penalty))
+    ids = torch.tensor([prompt + output])
+    scores = generation.LogitsProcessorList(chain)(ids, torch.tensor([logits]))[0].tolist()
+    return {
+        "name": name,
+        "params": params,
+        "prompt": prompt,
+        "output": output,
+        "eos": eos,
+        "logits": logits,
+        "processed": [None if value == -math.inf else round(value, 6) for value in scores],
+    }
+
+
 def _encode(tokenizer: Any, text: str) -> list[int]:
     backend = tokenizer.backend_tokenizer
     plain = backend.pre_tokenizer
@@ -221,7 +257,7 @@ def dumps(value: Any, margin: str = "") -> str:
     if isinstance(value, dict) and value:
         items = [f"{inner}{json.dumps(key)}: {dumps(value[key], inner)}" for key in value]
         return "{\n" + ",\n".join(items) + f"\n{margin}}}"
-    if isinstance(value, list) and not all(isinstance(x, int | float) for x in value):
+    if isinstance(value, list) and not all(isinstance(x, int | float | None) for x in value):
         return "[\n" + ",\n".join(inner + dumps(x, inner) for x in value) + f"\n{margin}]"
     return json.dumps(value, ensure_ascii=False)
 

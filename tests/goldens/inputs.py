@@ -197,3 +197,63 @@ ROPE_CONFIGS: list[dict[str, Any]] = [
         },
     },
 ]
+
+# Sampling parameters that transformers has processors for, over a vocabulary of
+# PROCESSOR_VOCAB; tokens of the prompt and of the output, and EOS tokens.
+PROCESSOR_VOCAB = 48
+PROCESSORS: list[dict[str, Any]] = [
+    {
+        "name": "repetition over prompt and output",
+        "params": {"repetition_penalty": 1.3},
+        "prompt": [3, 9, 9, 21],
+        "output": [9, 30, 47],
+        "eos": [2],
+    },
+    {
+        "name": "repetition below one",
+        "params": {"repetition_penalty": 0.6},
+        "prompt": [0, 11, 12],
+        "output": [],
+        "eos": [2],
+    },
+    {
+        "name": "a bias for single tokens",
+        "params": {"logit_bias": {"0": 2.5, "17": -4.0, "46": 31.0}},
+        "prompt": [5, 6],
+        "output": [17],
+        "eos": [2],
+    },
+    {
+        "name": "words that never come",
+        "params": {"bad_token_ids": [1, 16, 40]},
+        "prompt": [5],
+        "output": [8, 8],
+        "eos": [2],
+    },
+    {
+        "name": "too early to end",
+        "params": {"min_tokens": 3},
+        "prompt": [5, 7, 13],
+        "output": [4, 4],
+        "eos": [2, 33],
+    },
+    {
+        "name": "late enough to end",
+        "params": {"min_tokens": 2},
+        "prompt": [5, 7, 13],
+        "output": [4, 4],
+        "eos": [2, 33],
+    },
+    {
+        "name": "all of them",
+        "params": {
+            "bad_token_ids": [1, 40],
+            "min_tokens": 9,
+            "logit_bias": {"4": 1.25, "33": 7.0},
+            "repetition_penalty": 1.8,
+        },
+        "prompt": [4, 20, 21],
+        "output": [22, 22, 40],
+        "eos": [2, 33],
+    },
+]

@@ -7,15 +7,28 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from bench.h100.programs import make_mesh
+from pallas_kernels.building_blocks import SMS
+from pallas_kernels.prefill_plan import ITEM_FIELDS, PrefillPlan, max_items
 
 MAX_REGISTERS = 65_536  # of an SM, which has one program
 MAX_SHARED_BYTES = 227 * 1024
+SEGMENTS, RUNS = 8, 11  # of prefill plans
+
+
+def divided_plan(tokens: int, q_heads: int, max_pages: int) -> Any:
+    """Shapes of a prefill plan whose keys may be divided."""
+    parts = SMS // q_heads
+    items = max_items(tokens, RUNS) + parts
+    shapes = (items, ITEM_FIELDS), (), (RUNS, 2), (SEGMENTS, max_pages), (parts,)
+    return PrefillPlan(*(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes))  # pyright: ignore
 
 
 @dataclass(frozen=True)

@@ -56,8 +56,9 @@ def test_the_scheme(key: str):
     # Three quarters go to other devices: 11,010,048 bytes a layer.
     assert total.bytes_sent("all-to-all") == 352_321_536
     assert total.bytes_sent("all-reduce") == 0
-    # Slots and tokens of 72 samples (64 decodes, 8 chunks), 4 bytes each, to three others.
-    assert total.bytes_sent("all-gather") == 1_728
+    # Slots, positions and tokens of 72 samples (64 decodes, 8 chunks), 4 bytes each, to three
+    # others.
+    assert total.bytes_sent("all-gather") == 2_592
     assert total.weight_bytes == 2 * (32 * LAYER_WEIGHTS + HEAD_WEIGHTS) == 15_009_316_864
     # 512 rows through the layers, 72 samples through the head.
     assert total.product_flops == 2 * (512 * 32 * LAYER_WEIGHTS + 72 * HEAD_WEIGHTS)

@@ -19,10 +19,18 @@ from pallas_kernels.mixed_attention import (
     mixed_attention,
     num_counters,
 )
-from pallas_kernels.prefill_plan import ITEM_FIELDS, PrefillPlan, max_items
-from tests.gpu_compile.kernels import MAX_REGISTERS, MAX_SHARED_BYTES, Kernel, compile_kernels
+from pallas_kernels.prefill_attention import num_tickets
+from pallas_kernels.prefill_plan import PrefillPlan
+from tests.gpu_compile.kernels import (
+    MAX_REGISTERS,
+    MAX_SHARED_BYTES,
+    Kernel,
+    compile_kernels,
+    divided_plan,
+)
 
 ROWS, KV_HEADS, LAYERS = 64, 8, 32
+COUNTING = r"ATOMG?\S*\.INC\S*\.STRONG\.GPU"  # the wrap-around increment of a counter
 
 
 def check_resources(kernel: Kernel) -> None:
@@ -80,21 +88,21 @@ def test_both_sides_in_one_launch(tmp_path, monkeypatch):
             shape, decode, prefill, pool, layer, counters, kv_heads=2, decode_sms=64
         )
 
-    items, runs = max_items(tokens, 11), 11
-    plan = [((items, ITEM_FIELDS)), (), (runs, 2), (8, 512)]
+    plan = divided_plan(tokens, 2 * q_per_kv, 512)
+    counters = num_counters(stretches, num_tickets(plan, 2 * q_per_kv))
     operands = [
         *decode_operands(page_tokens, q_per_kv, head_dim),
         jax.ShapeDtypeStruct((tokens, 2 * q_per_kv + 4, head_dim), jnp.bfloat16),
-        [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in plan],
-        jax.ShapeDtypeStruct((num_counters(stretches),), jnp.int32),
+        list(plan),
+        jax.ShapeDtypeStruct((counters,), jnp.int32),
     ]
     kernels = compile_kernels(mixed, operands, tmp_path, monkeypatch)
     (kernel,) = kernels.values()
     check_resources(kernel)
     check_instructions(kernel)
     assert "USETMAXREG" in kernel.sass
-    # The two queues' and the merging's, each at the place of its taking or of its end.
-    assert len(re.findall(r"ATOMG?\S*\.INC\S*\.STRONG\.GPU", kernel.sass)) >= 3
+    # The two queues' and both sides' merging's, each at the place of its taking or of its end.
+    assert len(re.findall(COUNTING, kernel.sass)) >= 4
 
 
 def test_decode_in_one_launch(tmp_path, monkeypatch):
@@ -116,4 +124,4 @@ def test_decode_in_one_launch(tmp_path, monkeypatch):
     check_resources(kernel)
     check_instructions(kernel)
     # The counter's wrap-around increment, ordered with what the program wrote before.
-    assert re.search(r"ATOMG?\S*\.INC\S*\.STRONG\.GPU", kernel.sass)
+    assert re.search(COUNTING, kernel.sass)

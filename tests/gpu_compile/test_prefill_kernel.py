@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.prefill_attention import prefill_attention
+from pallas_kernels.prefill_attention import num_tickets, prefill_attention
 from pallas_kernels.prefill_plan import ITEM_FIELDS, PrefillPlan, max_items
-from tests.gpu_compile.kernels import compile_kernels
-from tests.gpu_compile.test_kernels import check_resources
+from tests.gpu_compile.kernels import RUNS, SEGMENTS, compile_kernels, divided_plan
+from tests.gpu_compile.test_kernels import COUNTING, check_resources
 
-TOKENS, SEGMENTS, RUNS, LAYERS = 8192, 8, 11, 32
+TOKENS, LAYERS = 8192, 32
 
 
 def prefill_operands(page_tokens: int, q_heads: int, kv_heads: int, head_dim: int) -> list:
@@ -42,10 +44,14 @@ def prefill_operands(page_tokens: int, q_heads: int, kv_heads: int, head_dim: in
     ],
 )
 def test_prefill_in_one_launch(page_tokens, q_heads, kv_heads, head_dim, tmp_path, monkeypatch):
-    def prefill(qkv, pool, layer, *plan):
-        return prefill_attention(qkv, pool, layer, PrefillPlan(*plan), kv_heads=kv_heads)
+    def prefill(qkv, pool, layer, tickets, *plan):
+        plan = PrefillPlan(*plan)
+        return prefill_attention(qkv, pool, layer, plan, kv_heads=kv_heads, tickets=tickets)
 
-    operands = prefill_operands(page_tokens, q_heads, kv_heads, head_dim)
+    plan = divided_plan(TOKENS, q_heads, 131_072 // page_tokens)
+    tickets = jax.ShapeDtypeStruct((num_tickets(plan, q_heads),), jnp.int32)
+    operands = prefill_operands(page_tokens, q_heads, kv_heads, head_dim)[:3]
+    operands += [tickets, *plan]
     (kernel,) = compile_kernels(prefill, operands, tmp_path, monkeypatch).values()
     assert kernel.name == "prefill_attention"
     check_resources(kernel)
@@ -54,3 +60,20 @@ def test_prefill_in_one_launch(page_tokens, q_heads, kv_heads, head_dim, tmp_pat
     assert steps == ((16, 16) if head_dim == 128 else (4, 12))
     assert "UTMALDG" in kernel.sass and "UTMASTG" in kernel.sass
     assert "USETMAXREG.TRY_ALLOC" in kernel.sass and "USETMAXREG.DEALLOC" in kernel.sass
+    assert re.search(COUNTING, kernel.sass)
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_prefill_without_counters(divided, tmp_path, monkeypatch):
+    """Another launch merges what the plan may have divided."""
+
+    def prefill(qkv, pool, layer, *plan):
+        return prefill_attention(qkv, pool, layer, PrefillPlan(*plan), kv_heads=2)
+
+    operands = prefill_operands(64, 8, 2, 128)
+    if divided:
+        operands[3:] = divided_plan(TOKENS, 8, 2048)
+    kernels = compile_kernels(prefill, operands, tmp_path, monkeypatch)
+    assert kernels.keys() == {"prefill_attention", *(["prefill_merge"] if divided else [])}
+    for kernel in kernels.values():
+        check_resources(kernel)

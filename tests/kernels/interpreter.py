@@ -12,12 +12,14 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from pallas_kernels.reference import page_rows_of
 
+QUICK = pytest.mark.kernels_quick  # for one case of each kernel
 H100 = AbstractDevice("NVIDIA H100 80GB HBM3", 1, "gpu")
 MAX_ERROR, MAX_RELATIVE_NORM = 2e-2, 4e-3  # of bfloat16 kernels, against float64
 
@@ -54,7 +56,7 @@ def bfloat16_normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 class PagedPool:
     """A pool in which only one layer's pages in use are numbers; the rest is NaN. Slots of a used
-    page past its sequence are large: they may be read, but must not count."""
+    page past its sequence may be read, but must not count: NaN as keys, large as values."""
 
     layers, layer = 3, 1
 
@@ -69,7 +71,8 @@ class PagedPool:
         unused = np.arange(len(ids) * page_tokens).reshape(len(ids), 1, page_tokens, 1) >= tokens
         for kind, sequence in enumerate((k, v)):
             pages = page_rows_of(sequence, page_tokens).reshape(-1, heads, page_tokens, head_dim)
-            pages = np.where(unused, 100.0, pages).reshape(-1, heads * page_tokens, head_dim)
+            pages = np.where(unused, 100.0 if kind else np.nan, pages)
+            pages = pages.reshape(-1, heads * page_tokens, head_dim)
             self.array[self.layer, kind, ids] = pages
         return ids
 

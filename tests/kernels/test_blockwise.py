@@ -17,11 +17,12 @@ LAYERS, LAYER = 3, 1
 
 
 class PagedPool:
-    """A pool whose unwritten slots are large numbers: reading one shows in the result."""
+    """A pool in whose unwritten slots keys are NaN and values large: to count one shows."""
 
     def __init__(self, rng, pages, page_rows, head_dim):
         self.rng = rng
         self.array = np.full((LAYERS, 2, pages, page_rows, head_dim), 1e3, np.float32)
+        self.array[:, 0] = np.nan
         self.free = list(rng.permutation(pages))
 
     def store(self, k, v, page_tokens):

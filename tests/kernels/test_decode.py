@@ -12,6 +12,7 @@ from pallas_kernels.decode_attention import decode_attention, decode_plan
 from pallas_kernels.decode_kernel import BLOCK_KEYS
 from pallas_kernels.reference import attend
 from tests.kernels.interpreter import (
+    QUICK,
     PagedPool,
     assert_close,
     bfloat16_normal,
@@ -77,7 +78,7 @@ def test_rows_of_two_blocks_and_of_none():
 @pytest.mark.parametrize(
     ("programs", "contexts", "page_tokens", "kv_heads", "q_per_kv", "head_dim"),
     [
-        (3, [1, 15, 16, 17], 16, 1, 5, 128),  # about a page
+        pytest.param(3, [1, 15, 16, 17], 16, 1, 5, 128, marks=QUICK),  # about a page
         (2, [63, 64, 65, 0], 64, 1, 1, 64),  # about a block, and a page of one
         (3, [127, 129], 128, 2, 8, 64),  # two blocks a page; pieces end within heads
         (1, [130, 40], 32, 1, 12, 128),  # nothing divided; more than eight queries a head

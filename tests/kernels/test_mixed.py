@@ -12,8 +12,9 @@ import pytest
 from pallas_kernels.decode_attention import decode_plan
 from pallas_kernels.decode_kernel import DecodeShape, HeadRows
 from pallas_kernels.mixed_attention import DecodeOperands, PrefillOperands, mixed_attention
+from pallas_kernels.prefill_plan import divide_keys
 from tests.kernels import test_decode, test_prefill
-from tests.kernels.interpreter import PagedPool, assert_close, interpreted
+from tests.kernels.interpreter import QUICK, PagedPool, assert_close, interpreted
 
 PAGE_ROWS, HEAD_DIM = 64, 64
 
@@ -37,8 +38,9 @@ def traces(programs: int, *sizes: int) -> np.ndarray:
 @pytest.mark.parametrize(
     ("programs", "decode_sms", "stretches", "contexts", "chunks", "shares", "tokens"),
     [
-        (3, 1, 5, [70, 0, 130], [(5, 3), (40, 100)], [(9, 103)], 112),
-        (2, 2, 2, [0, 0], [(130, 20)], [(0, 20)], 24),  # no decode but padding, where all begin
+        pytest.param(*(3, 1, 5, [70, 0, 130], [(5, 3), (40, 100)], [(9, 103)], 112), marks=QUICK),
+        # No decode but padding, where all begin; prefill's keys divided into two parts.
+        (2, 2, 2, [0, 0], [(300, 20)], [(0, 20)], 24),
         (2, 0, 3, [200], [(5, 1)], [(3, 1)], 8),  # all begin with prefill, and hardly any is there
     ],
 )
@@ -53,14 +55,15 @@ def test_both_sides_equal_the_oracle(
     shape = DecodeShape(
         len(contexts), 4, 1, 3, HEAD_DIM, 16, queries, own, own, stretches, interpretable=True
     )
-    units = int(prefill.plan.num_items) * 2
+    divided = divide_keys(prefill.plan, q_heads=2, programs=4, least_tiles=1)
+    units = int(divided.num_items) * 2
     takes = jnp.asarray(traces(programs, stretches, units))
 
     def kernel(q, new_k, new_v, table, lens, qkv, pool, layer):
         q, new_k, new_v = (x.reshape(-1, HEAD_DIM) for x in (q, new_k, new_v))
         plan = decode_plan(lens, 4, stretches)
         decode = DecodeOperands(plan, q, new_k, new_v, table, lens)
-        both = PrefillOperands(qkv, prefill.plan)
+        both = PrefillOperands(qkv, divided)
         return mixed_attention(
             shape, decode, both, pool, layer, takes, kv_heads=1, decode_sms=decode_sms,
             programs=programs,
@@ -71,5 +74,5 @@ def test_both_sides_equal_the_oracle(
     assert_close(results.decode, decode.expected())
     np.testing.assert_allclose(results.decode_lse, decode.expected_lse(), atol=1e-4)
     assert_close(results.prefill, prefill.out)
-    lse = test_prefill.by_rows(jnp.asarray(results.prefill_lse), prefill.plan, tokens)
+    lse = test_prefill.by_rows(jnp.asarray(results.prefill_lse), divided, tokens)
     np.testing.assert_allclose(lse, prefill.lse, atol=1e-4)

@@ -13,21 +13,32 @@ import pytest
 from pallas_kernels.blockwise import Segments, max_prefill_blocks, prefill_block_queries
 from pallas_kernels.prefill_attention import PrefillTuning, by_rows, prefill_attention
 from pallas_kernels.prefill_plan import (
+    BLOCK,
     BLOCK_KEYS,
     BLOCK_QUERIES,
     CONTEXT,
+    END_RUN,
+    END_TILE,
     FIRST_QUERY,
     FIRST_RUN,
+    FIRST_SLOT,
     LAST_QUERY,
     OWN_RUN,
+    PARTS,
     QUERY_ROW,
     SEGMENT,
+    SLOT,
+    START_RUN,
+    START_TILE,
     TILES,
+    PrefillPlan,
+    divide_keys,
     max_items,
     plan_prefill,
 )
 from pallas_kernels.reference import causal
 from tests.kernels.interpreter import (
+    QUICK,
     PagedPool,
     assert_close,
     bfloat16_normal,
@@ -84,22 +95,24 @@ class Case:
             self.out[own] = causal(self.qkv[own, :q_heads], k, v)
             self.lse[own] = log_sum_exp(self.qkv[own, :q_heads], k)
             at += length
+        others = np.setdiff1d(np.arange(tokens), rows[:at])
+        self.qkv[others, : q_heads + kv_heads] = np.nan  # queries and keys that went wrong
         table = np.asarray(page_table([*ids, []], max(map(len, ids)) + 1))
         plan = plan_prefill(segments_of(chunks, table, tokens), rows, len(shares))
         self.plan = jax.tree.map(jnp.asarray, plan)
 
-    def check(self, programs):
+    def check(self, programs, plan=None):
+        plan = plan or self.plan
+
         def kernel(qkv, pool, layer):
             tuning = PrefillTuning(programs, interpretable=True)
-            return prefill_attention(
-                qkv, pool, layer, self.plan, kv_heads=self.kv_heads, tuning=tuning
-            )
+            return prefill_attention(qkv, pool, layer, plan, kv_heads=self.kv_heads, tuning=tuning)
 
         out, lse = interpreted(kernel, jnp.asarray(self.qkv, jnp.bfloat16), *self.pool.operands)
         assert out.dtype == jnp.bfloat16
         assert_close(out, self.out)
         assert (out[np.isinf(self.lse[:, 0])] == 0).all()
-        lse = by_rows(jnp.asarray(lse), self.plan, len(out))
+        lse = by_rows(jnp.asarray(lse), plan, len(out))
         np.testing.assert_allclose(lse, self.lse, atol=1e-4)
 
 
@@ -125,7 +138,10 @@ def test_a_chunk_between_other_rows():
         (2, [(127, 1), (128, 1), (129, 1)], [(7, 3)], 16, 128, 1, 2, 64),  # about a tile and a page
         (2, [(0, 128), (0, 130)], [(0, 258)], 264, 64, 1, 1, 64),  # whole blocks, two runs' edges
         # Three senders' shares: the first segment lies in two, the second in two.
-        (2, [(130, 100), (3, 60)], [(5, 60), (97, 60), (162, 40)], 208, 16, 2, 1, 128),
+        pytest.param(
+            *(2, [(130, 100), (3, 60)], [(5, 60), (97, 60), (162, 40)], 208, 16, 2, 1, 128),
+            marks=QUICK,
+        ),
         (3, [(300, 5), (0, 40)], [(4, 45)], 56, 48, 2, 1, 64),  # pages that tiles end within
         (3, [(40, 70)], [(0, 70)], 72, 256, 1, 5, 128),  # pages of two tiles, more queries a head
         (5, [(1, 9)], [(2, 9)], 16, 32, 1, 2, 64),  # more programs than units
@@ -135,6 +151,27 @@ def test_prefill_equals_the_oracle(
     programs, chunks, shares, tokens, page_tokens, kv_heads, q_per_kv, head_dim
 ):
     Case(chunks, shares, tokens, page_tokens, kv_heads, q_per_kv, head_dim).check(programs)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("programs", "parts", "chunks", "shares", "tokens", "page_tokens", "q_per_kv", "head_dim"),
+    [
+        # A tile each, the last of own keys alone.
+        pytest.param(2, 4, [(300, 5)], [(4, 5)], 16, 16, 1, 64, marks=QUICK),
+        # Blocks of other keys between divided ones; a part's tiles from a context and two runs.
+        (3, 12, [(130, 100), (3, 60)], [(5, 60), (97, 60), (162, 40)], 208, 64, 2, 128),
+        (2, 12, [(0, 300), (520, 9)], [(0, 309)], 312, 16, 2, 64),  # whole blocks and part of one
+    ],
+)
+def test_divided_keys_equal_the_oracle(
+    programs, parts, chunks, shares, tokens, page_tokens, q_per_kv, head_dim
+):
+    """parts: programs that the plan is made for. A query sees none of the keys of some parts."""
+    case = Case(chunks, shares, tokens, page_tokens, 1, q_per_kv, head_dim)
+    plan = divide_keys(case.plan, q_per_kv, parts, least_tiles=1)
+    assert plan.num_items > case.plan.num_items
+    case.check(programs, plan)
 
 
 @pytest.mark.kernels
@@ -184,19 +221,85 @@ def test_the_plan_has_every_query_once(chunks, shares, tokens):
         )
         ends = np.minimum(own[:, 1], item[LAST_QUERY])
         spans = [item[CONTEXT], *(ends - own[:, 0] // 8 * 8)]
-        assert item[TILES] == sum(-(-int(span) // BLOCK_KEYS) for span in spans)
+        counts = [-(-int(span) // BLOCK_KEYS) for span in spans]
+        numbers = [-1, *range(item[FIRST_RUN], item[OWN_RUN] + 1)]
+        expected = [(r, n) for r, count in zip(numbers, counts, strict=True) for n in range(count)]
+        assert tiles_of(plan, item) == expected and item[TILES] == len(expected)
         seen += [(segment, query) for query in queries]
     assert sorted(seen) == sorted(zip(owner, rows, strict=False))
+
+
+def tiles_of(plan: PrefillPlan, item: np.ndarray) -> list[tuple[int, int]]:
+    """(run, number) of each tile of keys that the kernel's loops give an item; run -1: context."""
+    tiles = []
+    for run in range(item[START_RUN], item[END_RUN] + 1):
+        start, end = plan.runs[max(run, 0)]
+        is_context = run < item[FIRST_RUN]
+        span = item[CONTEXT] if is_context else end - start // 8 * 8
+        first = item[START_TILE] if run == item[START_RUN] else 0
+        stop = item[END_TILE] if run == item[END_RUN] else -(-int(span) // BLOCK_KEYS)
+        tiles += [(-1 if is_context else run, tile) for tile in range(first, stop)]
+    return tiles
+
+
+@pytest.mark.parametrize(
+    ("chunks", "q_heads", "programs", "units"),
+    [
+        ([(100_000, 512)], 8, 132, 128),  # four blocks of eight heads in four parts
+        (
+            [(100_000, 8), (0, 1016)],
+            8,
+            132,
+            15 * 8 + 8 * 8,
+        ),  # a long block in 15, eight short
+        ([(0, 1024)], 8, 132, 64),  # less than 16 tiles to a part
+        ([(100_000, 1024)], 16, 132, 128),  # as many as there are programs
+        ([(100_000, 512)], 80, 132, 320),  # more heads than would leave a program free
+        ([(9_000, 1024)], 1, 132, 32),  # last parts: the context's end and own keys
+    ],
+)
+def test_keys_are_divided_where_programs_would_be_idle(chunks, q_heads, programs, units):
+    """A block's parts have all its tiles once, as even as can be; partial results are never more
+    than programs, each with a place of its own."""
+    table = np.zeros((len(chunks) + 1, 1), np.int32)
+    rows = rows_of([(0, 1024)], 1024)
+    plan = plan_prefill(segments_of(chunks, table, 1024), rows)
+    divided = divide_keys(plan, q_heads, programs)
+    items = divided.items[: divided.num_items]
+    assert len(items) * q_heads == units
+    assert (np.diff(items[:, TILES]) <= 0).all()
+    slots = []
+    for block in plan.items[: plan.num_items]:
+        parts = items[items[:, BLOCK] == block[BLOCK]]
+        tiles = [tile for part in parts for tile in tiles_of(plan, part)]
+        assert sorted(tiles) == tiles_of(plan, block) and len(tiles) == block[TILES]
+        assert [len(tiles_of(plan, part)) for part in parts] == parts[:, TILES].tolist()
+        assert (parts[:, :TILES] == block[:TILES]).all()
+        assert (parts[:, PARTS] == len(parts)).all()
+        assert np.ptp(parts[:, TILES]) <= 1
+        if len(parts) > 1:
+            assert parts[:, TILES].min() >= 16
+            assert (parts[:, FIRST_SLOT] == parts[:, SLOT].min()).all()
+            slots += parts[:, SLOT].tolist()
+    assert sorted(slots) == list(range(len(slots))) and len(slots) * q_heads <= programs
+    if slots:
+        assert divided.parts is not None
+        owners = divided.parts[: len(slots)]
+        assert (items[owners, SLOT] == np.arange(len(slots))).all()
+        assert (divided.parts[len(slots) :] == -1).all()
 
 
 @pytest.mark.kernels
 def test_the_plan_is_the_same_in_a_program():
     segments = segments_of([(130, 100), (3, 60)], np.zeros((3, 2), np.int32), 208)
     rows = rows_of([(5, 60), (97, 60), (162, 40)], 208)
-    in_program = jax.jit(plan_prefill, static_argnums=2)(
-        jax.tree.map(jnp.asarray, segments), jnp.asarray(rows), 3
-    )
-    for host, device in zip(plan_prefill(segments, rows, 3), in_program, strict=True):
+
+    def plan(segments, rows):
+        return divide_keys(plan_prefill(segments, rows, 3), 2, 12, least_tiles=1)
+
+    in_program = jax.jit(plan)(jax.tree.map(jnp.asarray, segments), jnp.asarray(rows))
+    for host, device in zip(plan(segments, rows), in_program, strict=True):
+        assert host is not None and device is not None
         assert host.dtype == device.dtype
         np.testing.assert_array_equal(host, device)
 

@@ -12,14 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from conflux_jax.config import ConfigError
+from conflux_jax.config import ConfigError, ExecutionConfig
 from conflux_jax.models import triton_kernels
 from conflux_jax.models.attention import AttentionInputs, DecodeInputs, XlaKernels
 from conflux_jax.models.heads import HeadLayout
-from conflux_jax.models.hopper_kernels import HopperKernels, choose_kernels
+from conflux_jax.models.hopper_kernels import (
+    HopperKernels,
+    attention_options,
+    choose_kernels,
+    decode_sms_of,
+    with_decode_sms,
+)
 from conflux_jax.models.triton_kernels import TritonKernels
 from pallas_kernels.reference import attend
 from tests.kernels.interpreter import (
+    QUICK,
     PagedPool,
     assert_close,
     bfloat16_normal,
@@ -27,7 +34,9 @@ from tests.kernels.interpreter import (
     page_table,
 )
 
-H100 = SimpleNamespace(compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
+H100 = SimpleNamespace(
+    compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3", platform="gpu"
+)
 A100 = SimpleNamespace(compute_capability="8.0", device_kind="NVIDIA A100-SXM4-80GB")
 T4 = SimpleNamespace(compute_capability="7.5", device_kind="Tesla T4")
 MI250 = SimpleNamespace(compute_capability="gfx90a", device_kind="AMD Instinct MI250")
@@ -38,6 +47,18 @@ def test_hopper_devices_get_the_kernels():
     assert choose_kernels(None, H100, jnp.bfloat16, 128, 16) == HopperKernels()
     assert choose_kernels("pallas", H100, jnp.bfloat16, 64, 128) == HopperKernels()
     assert choose_kernels("xla", H100, jnp.bfloat16, 128, 16) == XlaKernels()
+
+
+@pytest.mark.parametrize(("overlap", "expected"), [("fused", 64), ("stream", 64), ("none", None)])
+def test_multiprocessors_are_divided_where_both_phases_run_at_once(overlap, expected):
+    def options(decode_sms: int | None):
+        execution = ExecutionConfig(overlap=overlap, decode_sms=decode_sms)
+        return attention_options(execution, H100, jnp.bfloat16, 128, 16)
+
+    assert decode_sms_of(options(None)) == expected
+    if expected is not None:
+        assert decode_sms_of(options(48)) == 48
+        assert with_decode_sms(options(None), 48) == options(48)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +99,8 @@ def test_older_gpus_get_triton_where_it_is_installed(monkeypatch):
 @pytest.mark.kernels
 @pytest.mark.parametrize(
     ("groups", "kv_per_device", "q_per_kv", "replicas"),
-    [(2, 2, 3, 1), (4, 1, 2, 2)],  # plainly split; a KV head on two devices each
+    # Plainly split; a KV head on two devices each.
+    [pytest.param(2, 2, 3, 1, marks=QUICK), (4, 1, 2, 2)],
 )
 def test_decode_finds_its_heads(groups, kv_per_device, q_per_kv, replicas):
     heads = HeadLayout(groups, 1, kv_per_device, q_per_kv, replicas, (), ())

@@ -10,6 +10,7 @@ from conflux_jax.loop import InFlight, turn
 from conflux_jax.plan import IterationPlan, PoolGeometry
 from conflux_jax.request import FinishReason, Request, SamplingParams, TokenEvent
 from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.latency_model import prefill_work
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.scheduler.state import RequestState
 from tests.scheduler.checker import VOCAB, CheckingExecutor, solo
@@ -149,7 +150,7 @@ class Harness:
         for pool in range(self.geometry.num_pools):
             held = [page for s in holding for page in self._pages(s, pool)]
             assert len(set(held)) == len(held), "a page with two owners"
-            free = memory.pool._stacks[pool, : memory.pool.num_free(pool)].tolist()
+            free = memory.pool._stacks[pool].tolist()
             assert sorted(held + free) == list(range(self.geometry.num_pages))
             pledged = sum(s.pledge_pages for s in holding if s.pledge_pool == pool)
             assert memory._pledged[pool] == pledged
@@ -163,9 +164,12 @@ class Harness:
             assert memory.unhanded[group] == (unhanded if self.geometry.needs_handoff else 0)
         slots = [s.slot for s in holding] + memory._slots
         assert sorted(slots) == list(range(self.config.max_num_seqs))
-        queued = list(scheduler._queue._inner.waiting(self._time, scheduler._pace))
+        queued = list(scheduler._queue._inner.waiting(self._time, scheduler._pace.tokens_s))
         assert len(queued) == len(scheduler._queue)
         assert scheduler._queue.num_tokens == sum(s.queued_tokens for s in queued)
+        assert scheduler._queue.num_pairs == sum(prefill_work(0, s.queued_tokens) for s in queued)
+        rows_left = [s.unplanned for members in scheduler._running.decoding.states for s in members]
+        assert sorted(scheduler._running.decoding.rows_left()) == sorted(rows_left)
         running = scheduler._running
         listed = [*queued, *running.prefilling.values(), *running.handing.values()]
         for group, members in enumerate(running.decoding.states):
@@ -181,7 +185,6 @@ class Harness:
             assert s.bypassed <= self.config.max_bypass
 
     def _pages(self, state: RequestState, pool: int) -> list[int]:
-        prefill = [] if state.prefill_pages is None else state.prefill_pages[pool].tolist()
+        prefill = list(state.prefill_pages[pool]) if state.prefill_pages else []
         placed = state.group >= 0 and self.geometry.pool_of(state.group) == pool
-        opened = [] if state.table is None else state.table.opened(state.group, state.row).tolist()
-        return prefill + ([*state.pages, *opened] if placed else [])
+        return prefill + (list(state.held_pages) if placed else [])

@@ -13,7 +13,7 @@ from conflux_jax.loop import InFlight, turn
 from conflux_jax.plan import IterationPlan, PoolGeometry, StepOutput
 from conflux_jax.request import Request
 from conflux_jax.scheduler.buckets import Ladders
-from conflux_jax.scheduler.latency_model import IterationShape, prefill_work
+from conflux_jax.scheduler.latency_model import IterationShape, LatencyPredictor, prefill_work
 from conflux_jax.scheduler.scheduler import Scheduler
 from tests.scheduler.harness import make_request
 
@@ -62,7 +62,7 @@ class Clocked:
 
     def __init__(
         self,
-        predictor: Linear,
+        predictor: LatencyPredictor,
         step_s: Callable[[IterationPlan], float],
         groups: int,
         **settings: Any,

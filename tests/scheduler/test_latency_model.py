@@ -88,10 +88,10 @@ def test_no_number_of_a_shape_makes_it_faster_when_it_rises(
         )
     bucket = shape.bucket
     more += [
-        shape._replace(bucket=replace(bucket, rows=bucket.rows + data.draw(st.integers(1, 900)))),
-        shape._replace(bucket=replace(bucket, decode_rows=bucket.decode_rows + 7)),
-        shape._replace(bucket=replace(bucket, prefill=True)),
-        shape._replace(bucket=replace(bucket, handoff=True)),
+        shape._replace(bucket=bucket._replace(rows=bucket.rows + data.draw(st.integers(1, 900)))),
+        shape._replace(bucket=bucket._replace(decode_rows=bucket.decode_rows + 7)),
+        shape._replace(bucket=bucket._replace(prefill=True)),
+        shape._replace(bucket=bucket._replace(handoff=True)),
     ]
     seconds = model.predict_s(shape)
     assert seconds >= 0
@@ -106,6 +106,7 @@ def test_parts_add_up(model: LatencyModel, shape: IterationShape):
     assert min(parts) >= 0
     assert parts.total == pytest.approx(model.predict_s(shape), rel=1e-12)
     assert parts.stage >= max(parts.prefill, parts.decode)
+    assert parts.communication <= parts.prefill
 
 
 @settings(max_examples=40)
@@ -124,6 +125,7 @@ def test_worked_example():
     assert parts.head == pytest.approx(0.004 * 19 / 31)  # 16 + 4 rows may sample
     assert parts.handoff == 0.002
     assert parts.prefill == pytest.approx(0.005 + 100_000 * 1e-8 / 2 + 1e-4 + 100 * 1e-6)
+    assert parts.communication == 0.005
     assert parts.decode == pytest.approx(0.002 + 0.004 + 0.0006 + 16 * 512 * 1e-7)
     assert parts.stage == pytest.approx(parts.decode + 0.6 * parts.prefill)
 
@@ -162,9 +164,9 @@ def test_the_slower_path_counts_whole():
     hidden = replace(MODEL, k_d=0.0, k_p=0.0)
     serial = replace(MODEL, k_d=1.0, k_p=1.0)
     shape = IterationShape(Bucket(64, 16, True, False), 10_000, 10_000, 900, 2, 90, 10**6)
-    _, _, _, prefill, decode, _ = MODEL.parts(shape)
-    assert hidden.parts(shape).stage == max(prefill, decode)
-    assert serial.parts(shape).stage == prefill + decode
+    parts = MODEL.parts(shape)
+    assert hidden.parts(shape).stage == max(parts.prefill, parts.decode)
+    assert serial.parts(shape).stage == parts.prefill + parts.decode
 
 
 def test_static_parts_are_priced_by_the_bucket():
@@ -264,3 +266,16 @@ def test_a_malformed_file_is_refused(text: str, message: str, tmp_path: Path):
 def test_a_missing_file_is_named(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"nowhere\.json"):
         LatencyModel.load(tmp_path / "nowhere.json", IDENTITY)
+
+
+def test_a_file_says_how_multiprocessors_were_divided(tmp_path: Path):
+    path = tmp_path / "profile.json"
+    divided = replace(MODEL, decode_sms=48)
+    divided.save(path)
+    assert LatencyModel.read(path) == divided
+    assert "decode_sms" not in json.loads(MODEL.to_json())
+    for wrong in (0, 4.5, "48", True):
+        path.write_text(json.dumps(json.loads(divided.to_json()) | {"decode_sms": wrong}))
+        with pytest.raises(ConfigError, match="decode_sms: must be an integer") as refused:
+            LatencyModel.read(path)
+        assert str(path) in str(refused.value)

@@ -250,6 +250,6 @@ def test_preempted_while_it_is_handed_over_it_gives_up_both_sides():
         harness.turn()
     assert partly and young.phase is Phase.WAITING
     assert (young.group, young.num_handed, len(young.pages)) == (-1, 0, 0)
-    assert young.prefill_pages is None
+    assert not young.prefill_pages
     harness.audit()
     harness.drain()

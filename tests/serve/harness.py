@@ -29,7 +29,9 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 def generate_request(prompt: str | list[int] | None = "abc", **fields: Any) -> pb.GenerateRequest:
     """`fields`: those of GenerateRequest, and of SamplingParams."""
-    own = {name: fields.pop(name) for name in ("request_id", "model", "chat") if name in fields}
+    own = {
+        name: fields.pop(name) for name in ("request_id", "model", "chat", "n") if name in fields
+    }
     request = pb.GenerateRequest(sampling=pb.SamplingParams(**fields), **own)
     if isinstance(prompt, str):
         request.text = prompt
@@ -51,6 +53,9 @@ class Client:
     async def generate(self, *prompt: Any, **fields: Any) -> list[pb.GenerateResponse]:
         call = self.stub.Generate(generate_request(*prompt, **fields))
         return [message async for message in call]
+
+    async def complete(self, *prompt: Any, **fields: Any) -> pb.CompleteResponse:
+        return await self.stub.Complete(generate_request(*prompt, **fields))
 
     async def text(self, *prompt: Any, **fields: Any) -> str:
         return "".join(message.text for message in await self.generate(*prompt, **fields))
@@ -97,6 +102,11 @@ class Server:
     @property
     def target(self) -> str:
         return re.search(r"--target (\S+)", self.lines[-1])[1]  # type: ignore[index]
+
+    @property
+    def http_url(self) -> str:
+        """Of a server that was given an HTTP port."""
+        return re.search(r"https?://[^/\s]+", "\n".join(self.lines))[0]  # type: ignore[index]
 
     def send(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -117,6 +117,17 @@ async def test_logprobs_are_sent_when_asked_for():
             assert [(t.token_id, t.logprob) for t in entries[0].top] == [(0, -1.0)]
 
 
+async def test_log_probabilities_of_a_prompt_come_once():
+    with make_fake() as fake:
+        async with serving(fake) as client:
+            messages = await client.generate("abcd", max_tokens=9, prompt_logprobs=2)
+            assert [bool(m.prompt_logprobs) for m in messages].index(True) == 0
+            entries = [entry for m in messages for entry in m.prompt_logprobs]
+            assert [(e.logprob, e.rank) for e in entries] == [(-0.25, 1), (-0.5, 2), (-0.75, 3)]
+            assert [(t.token_id, t.logprob) for t in entries[0].top] == [(0, -1.0), (1, -2.0)]
+            assert not any(m.prompt_logprobs for m in await client.generate("abcd", max_tokens=2))
+
+
 async def test_the_request_id_comes_at_once_as_metadata():
     with make_fake(max_num_seqs=1, step_s=0.002) as fake:
         async with serving(fake) as client:
@@ -155,13 +166,27 @@ async def test_model_and_load_are_told():
 def test_sampling_fields_are_those_of_sampling_params():
     fields = pb.SamplingParams.DESCRIPTOR.fields_by_name
     assert set(fields) == set(SamplingParams.__dataclass_fields__)
-    assert all(f.has_presence for name, f in fields.items() if name != "stop")
+    assert all(f.has_presence for f in fields.values() if not f.is_repeated)
 
 
 def test_absent_means_default_and_zero_means_zero():
     assert params_of(pb.SamplingParams()) == SamplingParams()
     given = pb.SamplingParams(temperature=0, logprobs=0, seed=0, stop=["a"], ignore_eos=False)
     assert params_of(given) == SamplingParams(temperature=0.0, logprobs=0, seed=0, stop=("a",))
+
+
+def test_lists_and_maps_reach_the_engine():
+    lists: Any = {
+        "stop": ["a"],
+        "stop_token_ids": [1, 2],
+        "bad_token_ids": [3],
+        "bad_words": ["b"],
+        "allowed_token_ids": [3, 4],
+    }
+    given = pb.SamplingParams(logit_bias={5: -1.5, 4: 2}, prompt_logprobs=0, **lists)
+    assert params_of(given) == SamplingParams(
+        logit_bias={4: 2.0, 5: -1.5}, prompt_logprobs=0, **lists
+    )
 
 
 def test_every_finish_reason_has_a_name_on_the_wire():
@@ -179,7 +204,7 @@ BAD_REQUESTS: list[tuple[dict[str, Any], StatusCode, list[str]]] = [
     ({"prompt": [-5]}, INVALID, ["prompt:", "token id -5"]),
     ({"prompt": "x" * 1024}, RANGE, ["prompt:", "1024"]),
     ({"prompt": "x" * 6_000_000}, RANGE, ["prompt:", "1024"]),
-    ({"model": "gpt-5"}, INVALID, ["model:", "'gpt-5'", "'fake'"]),
+    ({"model": "gpt-5"}, StatusCode.NOT_FOUND, ["model:", "'gpt-5'", "'fake'"]),
     ({"temperature": -1.0}, INVALID, ["temperature:", "-1.0"]),
     ({"temperature": float("nan")}, INVALID, ["temperature:", "nan"]),
     ({"max_tokens": 0}, INVALID, ["max_tokens:", "between 1"]),
@@ -190,8 +215,17 @@ BAD_REQUESTS: list[tuple[dict[str, Any], StatusCode, list[str]]] = [
     ({"logprobs": 1000}, INVALID, ["logprobs:", "20"]),
     ({"stop": ["a"] * 50}, INVALID, ["stop:", "at most 16"]),
     ({"stop": [""]}, INVALID, ["stop:"]),
+    ({"logit_bias": {300: 1.0}}, INVALID, ["logit_bias:", "0 to 299"]),
+    ({"logit_bias": {5: float("nan")}}, INVALID, ["logit_bias:", "-100 to 100"]),
+    ({"presence_penalty": 3.0}, INVALID, ["presence_penalty:", "at most 2"]),
+    ({"min_tokens": 2**40}, INVALID, ["min_tokens:", "2147483647"]),
+    ({"stop_token_ids": [2**40]}, INVALID, ["stop_token_ids:", "below 2^31"]),
+    ({"prompt_logprobs": 21}, INVALID, ["prompt_logprobs:", "20"]),
     ({"request_id": "x" * 1000}, INVALID, ["request_id:", "256"]),
     ({"prompt": None, "chat": pb.ChatPrompt()}, INVALID, ["messages:"]),
+    ({"n": 0}, INVALID, ["n:", "between 1 and 128"]),
+    ({"n": 129}, INVALID, ["n:", "between 1 and 128"]),
+    ({"model": "x" * 100_000}, StatusCode.NOT_FOUND, ["model:", "xxx..."]),
 ]
 
 

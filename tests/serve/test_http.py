@@ -11,6 +11,7 @@ import pytest_asyncio
 
 from conflux_jax.request import Request
 from tests.fakes import EOS, make_fake, spell
+from tests.scheduler.predictors import Linear
 from tests.serve.http_harness import CHAT, CHATS, COMPLETIONS, HttpClient, http_serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -213,6 +214,20 @@ async def test_models_are_told(client: HttpClient):
     assert (await client.plain.get("/v1/models")).json()["data"][0]["max_model_len"] == 1024
     with pytest.raises(openai.NotFoundError, match="'gpt-5' is not served here"):
         await client.openai.models.retrieve("gpt-5")
+
+
+async def test_a_prompt_can_be_estimated(client: HttpClient):
+    status, error = await client.error("/v1/estimate", prompt="abc")
+    assert (status, error["code"]) == (409, "no_estimate")
+    assert "latency_profile" in error["message"]
+    with make_fake(predictor=Linear(base_s=0.25)) as fake:
+        async with http_serving(fake) as predicted:
+            for body in ({"prompt": "x" * 20}, {"messages": CHAT}):
+                answer = (await predicted.post("/v1/estimate", **body)).json()
+                tokens = CHAT_TOKENS if "messages" in body else 20
+                expected = {"ttft_s": 0.25, "queued_s": 0.0, "alone_s": 0.25, "basis": "profile"}
+                assert answer == {"prompt_tokens": tokens, **expected}
+            assert not fake.executor.plans
 
 
 async def test_text_to_tokens_and_back(client: HttpClient):

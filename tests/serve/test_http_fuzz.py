@@ -16,12 +16,15 @@ from hypothesis import strategies as st
 from conflux_jax.config import Config
 from conflux_jax.serve.http_server import HttpServer
 from tests.fakes import Fake, make_fake
+from tests.scheduler.predictors import Linear
 
 NAMES = (
     "prompt", "messages", "tokens", "n", "max_tokens", "max_completion_tokens", "temperature",
     "top_p", "top_k", "min_p", "seed", "stop", "logprobs", "top_logprobs", "echo", "stream",
     "stream_options", "model", "logit_bias", "min_tokens", "ignore_eos", "ttft_slo_s", "user",
-    "add_generation_prompt", "return_token_strs", "nonsense",
+    "add_generation_prompt", "return_token_strs", "nonsense", "presence_penalty",
+    "repetition_penalty", "stop_token_ids", "bad_token_ids", "bad_words", "allowed_token_ids",
+    "prompt_logprobs",
 )  # fmt: skip
 SCALARS = (
     st.none()
@@ -44,6 +47,7 @@ PROMPTS = st.text(max_size=5) | st.lists(st.integers(-1, 310), max_size=5)
 SOUND: dict[str, dict[str, Any]] = {
     "/v1/completions": {"prompt": "ab", "max_tokens": 3},
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3},
+    "/v1/estimate": {"prompt": "ab"},
     "/tokenize": {"prompt": "ab"},
     "/detokenize": {"tokens": [97]},
 }
@@ -65,7 +69,7 @@ NO_BODIES = st.tuples(st.sampled_from(sorted(SOUND)), st.binary(max_size=30))
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def served() -> AsyncIterator[tuple[Fake, httpx.AsyncClient]]:
     """The application without a socket: what is sent is what hypothesis makes of it."""
-    with make_fake(max_model_len=64) as fake:
+    with make_fake(max_model_len=64, predictor=Linear(base_s=0.01)) as fake:
         server = HttpServer(Config())
         server.use(fake.engine)
         transport = httpx.ASGITransport(server.app)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -13,7 +15,8 @@ import pytest_asyncio
 
 from conflux_jax.config import Config, ConfigError
 from conflux_jax.serve.http_server import HttpServer
-from tests.fakes import make_fake
+from tests.fakes import HeldCodec, make_fake
+from tests.scheduler.predictors import Linear
 from tests.serve.http_harness import COMPLETIONS, HttpClient, eventually, http_serving
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,6 +58,64 @@ async def test_what_is_written_goes_out_at_once(client: HttpClient):
         assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+WHOLE = b'Content-Length: 32\r\n\r\n{"prompt": "ab", "max_tokens":2}'
+UNFINISHED = {
+    "nothing": b"",
+    "half of a head": HEAD[:40],
+    "half of a body": HEAD + WHOLE[:-5],
+    "half of the next": HEAD + WHOLE + HEAD[:40],
+}
+
+
+@pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)
+async def test_a_request_that_does_not_come_is_not_waited_for_for_ever(sent: bytes):
+    """Meanwhile it may have the only place; who has asked, and reads on, is not cut."""
+    with make_fake(step_s=0.01) as fake:
+        async with http_serving(fake, max_streams=1, read_timeout_s=0.5) as client:
+            port = client.plain.base_url.port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            try:
+                async with asyncio.timeout(10):
+                    started_s = time.monotonic()
+                    writer.write(sent)
+                    answer = await _until_the_end(reader)
+            finally:
+                writer.transport.abort()
+            assert 0.4 < time.monotonic() - started_s < 3
+            assert answer.count(b'"text":"ab"') == sent.count(WHOLE)
+            await eventually(lambda: not client.server.connections)
+            started_s = time.monotonic()
+            body = await client.complete(prompt="ab", max_tokens=100)
+            assert body["choices"][0]["text"] == "ab" * 50
+            assert time.monotonic() - started_s > 0.9  # twice as long as a request may take to come
+            kept = list(client.server.connections)
+            await asyncio.sleep(0.7)
+            assert kept and client.server.connections == kept  # idle, between two requests
+
+
+async def test_texts_that_take_long_to_tokenise_hold_up_no_prompt():
+    with make_fake() as fake:
+        held: Any = HeldCodec(fake.engine.tokenizer)
+        fake.engine.tokenizer = held  # of /tokenize; prompts have the other
+        async with http_serving(fake) as client, asyncio.timeout(20):
+            texts = [asyncio.create_task(client.post("/tokenize", prompt="abc")) for _ in range(50)]
+            await asyncio.sleep(0.1)
+            assert (await client.complete(prompt="ab", max_tokens=2))["choices"][0]["text"] == "ab"
+            assert not any(text.done() for text in texts)
+            held.may.set()
+            assert {(await text).json()["count"] for text in texts} == {3}
+
+
+async def _until_the_end(reader: asyncio.StreamReader) -> bytes:
+    """All of it, from a connection that may be cut."""
+    answer = b""
+    with contextlib.suppress(ConnectionResetError):
+        while part := await reader.read(4096):
+            answer += part
+    return answer
+
+
 async def test_a_full_queue_takes_all_of_a_call_or_nothing():
     with make_fake(max_num_seqs=1, max_waiting=2, step_s=0.02) as fake:
         async with http_serving(fake) as client:
@@ -69,6 +130,21 @@ async def test_a_full_queue_takes_all_of_a_call_or_nothing():
                 assert "max_waiting: 2" in response.json()["error"]["message"]
                 await eventually(lambda: fake.engine.num_live == 1)
             await eventually(lambda: fake.is_free)
+
+
+async def test_a_refusal_says_when_half_of_the_queue_should_be_served():
+    """The one slot is free after at most 300 iterations of 0.1 s: half of that, or a bit less."""
+    settings: dict[str, Any] = {"max_num_seqs": 1, "max_waiting": 1, "step_s": 0.05}
+    with make_fake(predictor=Linear(base_s=0.1), **settings) as fake:
+        async with http_serving(fake) as client:
+            bodies = [{**LONG, "stream": True}] * 2
+            streams = [client.plain.stream("POST", COMPLETIONS, json=body) for body in bodies]
+            async with streams[0] as running, streams[1]:
+                lines = running.aiter_lines()  # when it is collected, the stream is closed
+                await anext(lines)
+                response = await client.post(COMPLETIONS, **LONG)
+                assert response.status_code == 429
+                assert 5 < int(response.headers["retry-after"]) <= 16
 
 
 # Clients that go

@@ -13,6 +13,7 @@ from fastapi.routing import APIRoute
 from conflux_jax.config import Config, SchedulerConfig
 from conflux_jax.plan import Admission, Bucket, DecodeRow, DecodeRows, IterationPlan, PrefillChunk
 from conflux_jax.request import FinishReason, Request, SamplingParams
+from conflux_jax.scheduler.latency_model import Parts
 from conflux_jax.serve.http_errors import KINDS
 from conflux_jax.serve.http_server import HttpServer
 from conflux_jax.serve.metrics import FAMILIES, Metrics
@@ -76,6 +77,8 @@ def test_the_times_of_a_request():
     assert counted(tallies.e2e) == (1, 7.0)
     assert counted(tallies.prompt_sizes) == (1, 7.0)
     assert counted(tallies.output_sizes) == (1, 3.0)
+    assert counted(tallies.output_limits) == (1, 9.0)
+    assert counted(tallies.mean_gaps) == (1, (17.0 - 13.0) / 2)
     assert (tallies.prompt_tokens, tallies.generated_tokens) == (7, 3)
     assert tallies.ended_by == {FinishReason.STOP: 1}
 
@@ -155,6 +158,30 @@ def test_the_rows_and_seconds_of_iterations():
     assert counted(tallies.ratio) == (2, 1.5 + 0.5)
 
 
+def test_an_iteration_is_divided_as_the_latency_model_divides_it():
+    """The model expects 4 + 1 + 2 + 3 s, where the stage hides a second of decode attention. 20 s
+    are measured: the parts are twice as long. The next, of which nothing is known, counts not."""
+    parts = Parts(4.0, 1.0, 2.0, prefill=3.0, decode=1.0, stage=3.0, communication=1.0)
+    known = IterationPlan(0, Bucket(4, 2, True, True), (), level=4, prefill_room=9)
+    unknown = IterationPlan(1, Bucket(4, 2, True, True), (), level=3, prefill_room=2)
+    modelled = {0: parts, 1: None}
+    tallies = Tallies(SchedulerConfig(), 0, Clock(), lambda plan: modelled[plan.iteration])
+    tallies.collected(known, 20.0)
+    tallies.collected(unknown, 5.0)
+    assert tallies.part_s == {
+        "linear": 8.0,
+        "head": 2.0,
+        "prefill_attention": 4.0,
+        "all_to_all": 2.0,
+        "decode_attention": 2.0,
+        "handoff": 4.0,
+    }
+    assert (tallies.modelled_s, tallies.model_error_s) == (10.0, 10.0)
+    tallies.collected(known, 7.0)
+    assert (tallies.modelled_s, tallies.model_error_s) == (20.0, 13.0)
+    assert (tallies.level, tallies.room) == (4, 9 + 2 + 9)
+
+
 async def test_the_numbers_of_a_scrape_add_up():
     """Over every interface: the engine is watched, not the server."""
     with make_fake(groups=2) as fake:
@@ -181,10 +208,13 @@ async def test_the_numbers_of_a_scrape_add_up():
             rows = [seen[f'conflux:group_rows_total{{group="{group}",phase="prefill"}}'] for group
                     in (0, 1)]  # fmt: skip
             assert sum(rows) == 2 * (3 + 5) + 2 + 4
+            assert seen["conflux:iteration_level_rows"] == 32  # 64 batched tokens, two groups
+            assert seen["conflux:prefill_room_tokens_total"] >= sum(rows)
+            assert seen["vllm:request_params_max_tokens_sum"] == 4 * 6 + 3 + 50
 
 
 async def test_a_scrape_shows_what_runs_and_waits():
-    with make_fake(max_num_seqs=2, pool_tokens=1024) as fake:
+    with make_fake(max_num_seqs=2, pool_tokens=1024, step_s=0.01) as fake:
         async with http_serving(fake, metrics_prefix="mine_") as client:
             fake.executor.pause_at(lambda plan: len(plan.decodes[0]) == 2)
             prompts = [fake.engine.prepare("x" * 30, LONG) for _ in range(5)]
@@ -241,6 +271,12 @@ def test_the_document_lists_every_endpoint():
     listed = set(re.findall(r"^\| `(GET|POST) (/\S+)` \|", DOCUMENT, re.MULTILINE))
     routes = [route for route in HttpServer(Config()).app.routes if isinstance(route, APIRoute)]
     served = {(method, route.path) for route in routes for method in route.methods or ()}
+    heads = {path for method, path in served if method == "HEAD"}
+    assert heads == {path for method, path in served if method == "GET"} - {
+        "/dashboard/events",
+        "/dashboard/timeline",
+    }
+    served = {(method, path) for method, path in served if method != "HEAD"}
     assert listed == {(method, path.replace(":path", "")) for method, path in served}
 
 

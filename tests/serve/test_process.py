@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shlex
 import signal
 import socket
@@ -26,6 +27,7 @@ from conflux_jax.serve import __main__ as serve
 from conflux_jax.serve.proto.conflux.v1 import inference_pb2 as pb
 from conflux_jax.serve.proto.conflux.v1 import inference_pb2_grpc as pb_grpc
 from tests.fakes import wait_until
+from tests.serve.certificates import make_identity
 from tests.serve.harness import NOT_SERVING, ROOT, Server, generate_request, running
 
 
@@ -117,7 +119,8 @@ def test_a_signal_while_the_model_loads_ends_the_process():
         assert "load" in server.process.stderr.readline()
         server.send(signal.SIGTERM)
         code, stderr = server.wait()
-        assert (code, stderr) == (0, "stopped while loading\n")
+        assert code == 0
+        assert re.fullmatch(r"20[0-9T:.-]+Z info stopped while loading\n", stderr)
 
 
 def test_http_beside_grpc_as_the_printed_line_says_until_it_drains():
@@ -177,7 +180,7 @@ def test_the_client_streams(shared: Server, capsys: pytest.CaptureFixture[str]):
     [
         (["--prompt", "ab", "--temperature", "-1"], "INVALID_ARGUMENT: temperature: must be"),
         (["--prompt", ""], "INVALID_ARGUMENT: prompt: must have at least one token"),
-        (["--prompt", "a", "--model", "gpt-5"], "INVALID_ARGUMENT: model: 'gpt-5'"),
+        (["--prompt", "a", "--model", "gpt-5"], "NOT_FOUND: model: 'gpt-5'"),
         (["--prompt", "a" * 2000], "OUT_OF_RANGE: prompt: "),
     ],
 )
@@ -186,6 +189,14 @@ def test_the_client_says_what_was_refused(shared: Server, capsys, flags: list[st
     captured = capsys.readouterr()
     assert words in one_line(captured.err)
     assert captured.out == ""
+
+
+def test_a_timeline_that_is_not_kept_cannot_be_asked_for(shared: Server):
+    """SIGUSR1 would end a process that does not expect it."""
+    for _ in range(2):
+        shared.send(signal.SIGUSR1)
+        assert client.main(["--target", shared.target, "--prompt", "abc", "--max-tokens", "3"]) == 0
+    assert shared.process.poll() is None
 
 
 def test_a_client_that_is_killed_frees_its_request(shared: Server):
@@ -224,13 +235,44 @@ def test_a_port_in_use_is_one_line(shared: Server, capsys: pytest.CaptureFixture
     assert expected in one_line(capsys.readouterr().err)
 
 
-def test_a_host_that_others_may_reach_is_warned_of(capsys: pytest.CaptureFixture[str]):
+@pytest.mark.parametrize("host", ["", "\udcff"])
+def test_a_host_that_is_none_is_one_line(host: str, capfd: pytest.CaptureFixture[str]):
+    assert serve.main(["--host", host, "--port", "0"]) == 1
+    assert one_line(capfd.readouterr().err).startswith("error: cannot listen on ")
+
+
+TLS: dict[str, Any] = {"tls_cert_file": "c", "tls_key_file": "k"}
+TOKEN: dict[str, Any] = {"auth_token_file": "t"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "missing", "there"),
+    [
+        ({}, ["encrypted", "authenticated"], []),
+        (TLS, ["authenticated"], ["encrypted"]),
+        (TOKEN, ["encrypted"], ["authenticated"]),
+    ],
+)
+def test_a_host_that_others_may_reach_is_warned_of(
+    caplog: pytest.LogCaptureFixture, settings: dict[str, Any], missing, there
+):
     for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
-        serve.warn_of_exposure(ServerConfig(host=host))
-    assert capsys.readouterr().err == ""
+        serve.warn_of_exposure(ServerConfig(host=host, **settings))
+    assert caplog.messages == []
     for host in ("0.0.0.0", "::", "10.1.2.3", "server.example"):
-        serve.warn_of_exposure(ServerConfig(host=host))
-        assert capsys.readouterr().err.startswith(f"warning: host {host} may be reached")
+        caplog.clear()
+        serve.warn_of_exposure(ServerConfig(host=host, **settings))
+        (message,) = caplog.messages
+        assert caplog.records[0].levelname == "WARNING"
+        assert message.startswith(f"host {host} may be reached")
+        assert all(word in message for word in missing)
+        assert not any(word in message for word in there)
+
+
+def test_a_host_that_is_safe_is_not_warned_of(caplog: pytest.LogCaptureFixture):
+    serve.warn_of_exposure(ServerConfig(host="0.0.0.0", **TLS, **TOKEN))
+    serve.warn_of_exposure(ServerConfig(host="0.0.0.0", **TLS, tls_client_ca_file="a"))
+    assert caplog.messages == []
 
 
 def test_a_missing_model_is_one_line():
@@ -251,6 +293,34 @@ def test_a_bad_setting_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture
         config.write_text(text)
         assert serve.main(["--config", str(config)]) == 1
         assert f"{config}: {words}" in one_line(capsys.readouterr().err)
+
+
+def test_with_tls_and_a_token_the_printed_line_works_and_the_log_is_json(tmp_path: Path):
+    identity, tokens = make_identity(tmp_path), tmp_path / "tokens"
+    tokens.write_text("# mine\nabcdefghijklmnop\n")
+    flags = ("--tls-cert-file", str(identity.cert), "--tls-key-file", str(identity.key))
+    flags += ("--auth-token-file", str(tokens), "--log-format", "json", "--http-port", "0")
+    with running(*flags, "--host", "0.0.0.0", "--drain-s", "20", FAKE_STEP_S="0.001") as server:
+        first, curl, command = server.lines
+        assert "Serving fake with gRPC on 0.0.0.0:" in first
+        assert curl.startswith(f"curl --cacert {identity.cert} -H ") and " https://" in curl
+        # The certificate is an authority's; a client needs that, not the server's own.
+        command = command.replace(str(identity.cert), str(identity.ca))
+        done = subprocess.run(
+            command, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=30
+        )
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout == ("The capital of France is" * 3)[:64] + "\n"
+        server.send(signal.SIGTERM)
+        code, stderr = server.wait()
+    assert code == 0
+    lines = [json.loads(line) for line in stderr.splitlines()]
+    messages = [line["message"] for line in lines]
+    assert not any("may be reached from other machines" in message for message in messages)
+    assert "draining for at most 20 s" in messages and messages[-1] == "drained"
+    (request,) = [line for line in lines if line["message"] == "request finished"]
+    assert (request["prompt_tokens"], request["output_tokens"]) == (24, 64)
+    assert "capital" not in stderr and "abcdefgh" not in stderr
 
 
 def test_the_configs_of_this_repository_load():

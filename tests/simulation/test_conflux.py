@@ -97,9 +97,12 @@ def test_same_seed_same_results_other_seed_others():
     plan = blueprint(PlainCosts(), groups=2)
 
     def run(seed: int):
-        return simulate(ConfluxSystem(plan, noise=0.05, seed=seed), requests)
+        system, iterations = ConfluxSystem(plan, noise=0.05, seed=seed), list[Iteration]()
+        system.observe(iterations.append)
+        return simulate(system, requests), iterations
 
-    first, same, other = run(1), run(1), run(2)
+    (first, iterations), (same, again), (other, _) = run(1), run(1), run(2)
+    assert iterations == again and len(iterations) > len(requests)
     assert first.gaps_s == same.gaps_s and (first.first_s == same.first_s).all()
     assert first.summary() == same.summary()
     assert first.gaps_s != other.gaps_s

@@ -24,7 +24,7 @@ H100 = preset("h100")
 LAYERS = QWEN3_14B.num_layers
 DECODES = Work(16, (16,) * 4, (16 * 8192,) * 4, 8192, samples=16)
 CHUNK = Work(1024, (0,) * 4, (0,) * 4, 0, ((8192, 4096),), (1024,) * 4)
-MIXED = replace(DECODES, rows=1040, chunks=CHUNK.chunks, shares=CHUNK.shares)
+MIXED = DECODES._replace(rows=1040, chunks=CHUNK.chunks, shares=CHUNK.shares)
 
 
 def conflux(groups: int = 4, **ablation: bool) -> ConfluxCosts:
@@ -63,7 +63,7 @@ def test_a_decode_iteration_is_the_sum_of_its_operators():
 
 def test_doubling_bandwidth_halves_a_decode_that_waits_for_memory():
     fast = H100.scaled("fast", source="", memory=2.0)
-    work = replace(DECODES, contexts=(16 * 100_000,) * 4)
+    work = DECODES._replace(contexts=(16 * 100_000,) * 4)
     slow_s, fast_s = (
         ConfluxCosts(QWEN3_14B, gpu, 4).stages(work).attention for gpu in (H100, fast)
     )
@@ -72,7 +72,7 @@ def test_doubling_bandwidth_halves_a_decode_that_waits_for_memory():
 
 
 def test_groups_share_a_prompts_attention_and_pay_for_the_exchange():
-    alone = conflux(1).stages(replace(CHUNK, decodes=(0,), contexts=(0,), shares=(4096,)))
+    alone = conflux(1).stages(CHUNK._replace(decodes=(0,), contexts=(0,), shares=(4096,)))
     shared = conflux(4).stages(CHUNK)
     assert shared.prefill_attention == pytest.approx(alone.prefill_attention / 4, rel=0.1)
     assert alone.communication == 0
@@ -97,7 +97,7 @@ def test_overlap_hides_and_takes():
 
 
 def test_a_decode_that_outlasts_prefill_hides_all_of_it():
-    work = replace(MIXED, contexts=(10_000_000,) * 4)
+    work = MIXED._replace(contexts=(10_000_000,) * 4)
     alone = H100.decode_attention_s(16, 10_000_000, 8, H100.decode_sms)
     expected = LAYERS * alone * (1 + H100.contention)
     assert conflux().stages(work).attention == pytest.approx(expected)
@@ -155,8 +155,8 @@ def test_uniform_tensor_parallelism_runs_the_paths_in_turn():
 
 def test_a_handoff_hides_behind_linear_layers_until_it_is_longer():
     plain = conflux().stages(MIXED)
-    assert conflux().stages(replace(MIXED, handoff_tokens=1000)) == plain
-    large = conflux().stages(replace(MIXED, handoff_tokens=1_000_000))
+    assert conflux().stages(MIXED._replace(handoff_tokens=1000)) == plain
+    large = conflux().stages(MIXED._replace(handoff_tokens=1_000_000))
     sent = LAYERS * H100.send_s(1_000_000 * 8 * 2 * 128 * 2)
     assert large.linear == pytest.approx(sent) and sent > plain.linear
     assert large.attention == plain.attention
@@ -188,7 +188,7 @@ def test_no_iteration_gets_cheaper_by_growing(name: str):
             "shares": (1 + step, 1024, 1024, 1024),
             "handoff_tokens": step * 1000,
         }
-        seconds.append(costs.stages(replace(MIXED, **{name: values[name]})).total)
+        seconds.append(costs.stages(MIXED._replace(**{name: values[name]})).total)
     assert sorted(seconds) == pytest.approx(seconds, rel=1e-9)
     assert seconds[-1] > seconds[0]
 
@@ -225,7 +225,7 @@ def test_a_profile_prices_the_bucket_that_its_engine_would_run():
     decode = IterationShape(Bucket(8, 8, prefill=False, handoff=False), 500, 800, 120)
     assert ProfiledCosts(PROFILE).stages(alone).total == pytest.approx(PROFILE.predict_s(decode))
     with pytest.raises(ValueError, match="rows: at most 256 in the profile's ladders, got 300"):
-        ProfiledCosts(PROFILE).stages(replace(work, rows=300))
+        ProfiledCosts(PROFILE).stages(work._replace(rows=300))
     nameless = replace(PROFILE, identity={"rows_ladder": [16]})
     with pytest.raises(ConfigError, match=r"identity\.decode_rows_ladder: must be a list"):
         ProfiledCosts(nameless)
@@ -236,12 +236,12 @@ def test_an_oracle_predicts_what_an_iteration_costs():
     bucket = Bucket(1040, 16, prefill=True, handoff=True)
     work = prefill_work(8192, 4096)
     shape = IterationShape(bucket, 16 * 8192, 64 * 8192, 8192, 1, 4096, work)
-    actual: Stages = costs.stages(replace(MIXED, samples=17))
+    actual: Stages = costs.stages(MIXED._replace(samples=17))
     assert CostPredictor(costs, 4).predict_s(shape) == pytest.approx(actual.total, rel=0.01)
     decode = IterationShape(Bucket(16, 16, False, False), 16 * 8192, 64 * 8192, 8192)
     assert CostPredictor(costs, 4).predict_s(decode) == costs.stages(DECODES).total
     # The last tokens of a prompt: priced as these few, not as the whole block that is computed.
-    few = replace(MIXED, rows=17, chunks=((8192, 3),), shares=(1, 1, 1, 0), samples=17)
+    few = MIXED._replace(rows=17, chunks=((8192, 3),), shares=(1, 1, 1, 0), samples=17)
     shape = IterationShape(
         Bucket(17, 16, True, True), 16 * 8192, 64 * 8192, 8192, 1, 3, prefill_work(8192, 3)
     )

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 from conflux_jax.execution.limits import BatchLimits
 from conflux_jax.execution.synthetic import SyntheticPlans, WorkloadSampler
@@ -18,11 +19,14 @@ from conflux_jax.plan import (
     PrefillChunk,
 )
 from conflux_jax.scheduler.buckets import Ladders
+from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.simulation.executor import ModelledExecutor, VirtualClock, work_of
 from conflux_jax.simulation.profiling import profile, workload_work
+from conflux_jax.simulation.replay import RecordingScheduler, drive
 from conflux_jax.simulation.system import Iteration
+from conflux_jax.simulation.systems.conflux import scheduled
 from conflux_jax.simulation.work import Stages, Work
-from tests.simulation.blueprints import PlainCosts
+from tests.simulation.blueprints import PlainCosts, blueprint, requests_of
 
 LIMITS = BatchLimits(PoolGeometry(3, 64, 16, 48), 16, 8, 512, max_segments=4, handoff_pages=2)
 
@@ -121,3 +125,23 @@ def test_profiling_finds_what_a_latency_model_can_say():
     assert again.model == exact.model
     # The median of seven: its standard deviation is about 1.25 / sqrt(7) of one timing's.
     assert 0.001 < noisy.noise().mean < 0.02
+
+
+@pytest.mark.parametrize(("groups", "num_pages"), [(1, 32), (2, 20)])
+def test_contexts_that_are_counted_on_are_those_of_the_rows(groups: int, num_pages: int):
+    """While requests join, end, are preempted and come back: outputs are too long for the pool."""
+    design = blueprint(PlainCosts(), groups, num_pages, max_model_len=256)
+    limits = design.limits
+    scheduler = RecordingScheduler(
+        Scheduler(design.config, limits.geometry, design.ladders, limits.max_model_len)
+    )
+    clock, iterations = VirtualClock(), list[Iteration]()
+    executor = ModelledExecutor(design.costs, clock, limits)
+    executor.observer = iterations.append
+    rows = [(0.5 * at, 16 + 5 * at, 60 + 3 * at) for at in range(12)]
+    requests = [scheduled(request) for request in requests_of(*rows)]
+    drive(scheduler, executor, clock, lambda time_s: None, requests)
+    assert scheduler.load().num_preemptions > 0
+    added_up = [work_of(plan, limits) for plan in scheduler.record.plans]
+    assert [iteration.work for iteration in iterations] == added_up
+    assert max(work.longest for work in added_up) > 100

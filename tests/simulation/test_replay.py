@@ -10,8 +10,9 @@ from array import array
 import numpy as np
 import pytest
 
-from conflux_jax.engine import Engine, ModelInfo
+from conflux_jax.engine import Engine
 from conflux_jax.execution.limits import BatchLimits
+from conflux_jax.model_info import ModelInfo
 from conflux_jax.request import Request, SamplingParams
 from conflux_jax.scheduler.latency_model import LatencyModel, prefill_work
 from conflux_jax.scheduler.scheduler import Scheduler
@@ -20,8 +21,9 @@ from conflux_jax.simulation.executor import ModelledExecutor, VirtualClock
 from conflux_jax.simulation.profiling import profile
 from conflux_jax.simulation.replay import (
     RecordedSystem,
-    Recorder,
+    RecordingScheduler,
     drive,
+    iteration_ratios,
     quantile_errors,
     recorded_requests,
     replan,
@@ -76,7 +78,7 @@ def run(request: pytest.FixtureRequest):
     starts anywhere."""
     design = blueprint(Device(), request.param, num_pages=120)
     model = calibrated(design)
-    recorder = Recorder(scheduler_of(design, design.limits, model))
+    recorder = RecordingScheduler(scheduler_of(design, design.limits, model))
     clock = VirtualClock(1000.0)
     device = ModelledExecutor(design.costs, clock, design.limits, noise=0.03, seed=8)
 
@@ -115,6 +117,18 @@ def test_profiled_times_give_the_distribution(run):
     assert real.summary()["output_tokens"] == simulated.summary()["output_tokens"]
 
 
+def test_iterations_are_held_against_the_costs(run):
+    """The device departs from its costs by a noise of 3% and by nothing else."""
+    design, _, record = run
+    ratios = iteration_ratios(record, design.costs, design.limits)
+    assert sum(map(len, ratios.values())) == len(record.plans)
+    for kind, some in ("decode", 100), ("prefill", 100):
+        logs = np.log(ratios[kind])
+        assert len(logs) > some
+        assert abs(logs.mean()) < 4 * 0.03 / len(logs) ** 0.5
+        assert logs.std() == pytest.approx(0.03, rel=0.25)
+
+
 def test_quantile_errors_of_known_distributions(run):
     """Twice as long everywhere is off by 1 at every quantile."""
     _, _, record = run
@@ -137,7 +151,7 @@ def test_a_record_of_the_real_engine_is_planned_again(run):
         limits = design.limits
         return Scheduler(design.config, limits.geometry, design.ladders, limits.max_model_len)
 
-    recorder = Recorder(fresh())
+    recorder = RecordingScheduler(fresh())
     info = ModelInfo("fake", 512, VOCAB_SIZE)
     executor = FakeExecutor(spell("one two three"), step_s=0.0005)
     with Engine(recorder, executor, byte_codec(), info) as engine:

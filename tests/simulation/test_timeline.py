@@ -51,7 +51,7 @@ def test_a_run_is_valid_json_whose_tracks_do_not_overlap(tmp_path: Path):
     with Timeline(path) as timeline:
         system.observe(timeline.note)
         results = simulate(system, requests_of(*rows))
-        timeline.count(results)
+        timeline.count_requests(results)
     document = json.loads(path.read_text())
     assert document["displayTimeUnit"] == "ms"
     events = document["traceEvents"]

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from conflux_jax.config import SchedulerConfig
 from conflux_jax.execution.limits import BatchLimits
@@ -17,6 +18,7 @@ from conflux_jax.loop import InFlight, turn
 from conflux_jax.request import Request, SamplingParams
 from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.scheduler.latency_model import LatencyPredictor
+from conflux_jax.scheduler.outlook import Load
 from conflux_jax.scheduler.scheduler import Scheduler
 from conflux_jax.simulation.executor import ModelledExecutor, VirtualClock
 from conflux_jax.simulation.system import Observer, SimulatedRequest, Statistics, Tokens
@@ -25,6 +27,8 @@ from conflux_jax.simulation.work import CostModel
 ITERATION_NOISE = 0.02  # of an iteration's time: the logarithm's standard deviation
 NO_LIMIT = 1 << 30  # requests that may wait
 LOOK_EVERY = 16  # iterations; memory fills and empties over hundreds
+
+_request_id = attrgetter("request_id")
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,10 @@ class ConfluxSystem:
         self._next_s = clock.now_s if goes_on else math.inf
         if not events:
             return ()
-        return (Tokens(clock.now_s, [int(event.request_id) for event in events]),)
+        return (Tokens(clock.now_s, list(map(int, map(_request_id, events)))),)
+
+    def load(self) -> Load:
+        return self._scheduler.load()
 
     def observe(self, observer: Observer) -> None:
         """Satisfies `Observable`."""
@@ -97,7 +104,7 @@ class ConfluxSystem:
 
     def _look(self) -> None:
         """At the memory in use."""
-        self._least_free = min(self._least_free, *self._scheduler.load().free_pages)
+        self._least_free = min(self._least_free, *self._scheduler.free_pages)
 
     def statistics(self) -> Statistics:
         """kv_peak is that of every LOOK_EVERY-th iteration."""

@@ -16,8 +16,9 @@ from conflux_jax.scheduler.buckets import Ladders
 from conflux_jax.simulation.costs import ConfluxCosts
 from conflux_jax.simulation.hardware import Hardware
 from conflux_jax.simulation.profiling import profile
-from conflux_jax.simulation.roofline import BYTES, ModelCosts, group_size
+from conflux_jax.simulation.roofline import BYTES, ModelCosts, group_size, kv_room
 from conflux_jax.simulation.systems.conflux import ITERATION_NOISE, Blueprint, ConfluxSystem
+from conflux_jax.simulation.systems.replicated import Replicated
 
 # Of a config that says nothing else. In TOKENS_PER_GROUP rows the products of the linear layers
 # have long reached their speed, and no iteration of so many is within a target of 100 ms.
@@ -52,9 +53,9 @@ def pool_geometry(
     GB of weights are 42.5 GB, and a token has 163,840 bytes: 259,000 tokens.
     """
     page_tokens = config.cache.page_tokens
-    weights = ModelCosts.of(spec).all_weights * BYTES / config.mesh.tp
     page_bytes = 2 * spec.num_layers * heads.kv_per_rank * spec.head_dim * BYTES * page_tokens
-    free = memory_bytes * config.cache.gpu_memory_fraction - weights
+    used = config.cache.gpu_memory_fraction
+    free = kv_room(ModelCosts.of(spec), memory_bytes, config.mesh.tp, used)
     if free < page_bytes:
         raise ConfigError(
             f"tp: {config.mesh.tp} GPUs of {memory_bytes / 1e9:.0f} GB have no memory for "
@@ -119,16 +120,41 @@ def design(
     return Blueprint(config.scheduler, limits, ladders, calibration.model, costs)
 
 
+def replica_gpus(gpus: int, settings: Mapping[str, Any]) -> int:
+    """GPUs of each of the setting `replicas`: engines that share nothing (default: one). Raises
+    ConfigError where GPUs would be left over."""
+    replicas = settings.get("replicas", 1)
+    if type(replicas) is not int or replicas < 1 or gpus % replicas:
+        raise ConfigError(f"replicas: must divide {gpus} GPUs, got {replicas!r}")
+    return gpus // replicas
+
+
+def assemble(
+    blueprint: Blueprint,
+    replicas: int = 1,
+    ordering: str | None = None,
+    noise: float = ITERATION_NOISE,
+    seed: int = 0,
+) -> ConfluxSystem | Replicated:
+    """So many engines of that design; their noise differs."""
+    ordering = ORDERINGS.get(ordering or "", ordering)
+    seeds = range(seed * replicas, (seed + 1) * replicas)
+    engines = [ConfluxSystem(blueprint, ordering, noise, each) for each in seeds]
+    return engines[0] if replicas == 1 else Replicated(engines)
+
+
 def build(
     spec: ModelSpec,
     hardware: Hardware,
     gpus: int,
     settings: Mapping[str, Any] | None = None,
     ordering: str | None = None,
-) -> ConfluxSystem:
-    """settings: as of `design`, and `seed` and `noise` of the iterations. To run often, keep what
-    `design` gives: it takes longer than a short run."""
+) -> ConfluxSystem | Replicated:
+    """settings: as of `design`, `replicas`, and `seed` and `noise` of the iterations. To run often,
+    keep what `design` gives: it takes longer than a short run."""
     settings = dict(settings or {})
     seed, noise = settings.pop("seed", 0), settings.pop("noise", ITERATION_NOISE)
+    gpus = replica_gpus(gpus, settings)
+    replicas = settings.pop("replicas", 1)
     blueprint = design(spec, hardware, gpus, settings, seed)
-    return ConfluxSystem(blueprint, ORDERINGS.get(ordering or "", ordering), noise, seed)
+    return assemble(blueprint, replicas, ordering, noise, seed)

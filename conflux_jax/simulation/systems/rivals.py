@@ -21,7 +21,7 @@ from conflux_jax.simulation.rival_costs import (
     RivalOperators,
     SideCosts,
 )
-from conflux_jax.simulation.roofline import BYTES, MEMORY_USED, ModelCosts, group_size
+from conflux_jax.simulation.roofline import BYTES, ModelCosts, group_size, kv_room
 from conflux_jax.simulation.system import System
 from conflux_jax.simulation.systems.chunked import Budget, Chunked
 from conflux_jax.simulation.systems.conflux import ITERATION_NOISE
@@ -86,9 +86,8 @@ def kv_tokens(spec: ModelSpec, hardware: Hardware, tp: int) -> int:
 
     Worked, Qwen3-14B on one H100: 72 GB less 29.5 GB of weights, at 163,840 bytes a token: 259,000.
     """
-    weights = ModelCosts.of(spec).all_weights * BYTES / tp
     token_bytes = spec.num_layers * 2 * heads_per_gpu(spec, tp).kv * spec.head_dim * BYTES
-    tokens = int((hardware.memory_bytes * MEMORY_USED - weights) // token_bytes)
+    tokens = int(kv_room(ModelCosts.of(spec), hardware.memory_bytes, tp) // token_bytes)
     if tokens < 1:
         raise ConfigError(f"tp: {tp} GPUs have no memory for KV beside the weights of {spec.name}")
     return tokens

@@ -26,7 +26,10 @@ if _version_not_supported:
 
 
 class InferenceStub:
-    """Missing associated documentation comment in .proto file."""
+    """Status codes: the table in docs/operations.md. The messages of errors begin with the field that is
+    wrong. RESOURCE_EXHAUSTED for a full queue carries google.rpc.RetryInfo. A deadline of the client
+    is one of the engine's: a request whose first token cannot be there by then is refused at once.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -38,6 +41,11 @@ class InferenceStub:
                 '/conflux.v1.Inference/Generate',
                 request_serializer=conflux_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=conflux_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+                _registered_method=True)
+        self.Complete = channel.unary_unary(
+                '/conflux.v1.Inference/Complete',
+                request_serializer=conflux_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=conflux_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
                 _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/conflux.v1.Inference/Abort',
@@ -54,24 +62,48 @@ class InferenceStub:
                 request_serializer=conflux_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
                 response_deserializer=conflux_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
                 _registered_method=True)
+        self.Estimate = channel.unary_unary(
+                '/conflux.v1.Inference/Estimate',
+                request_serializer=conflux_dot_v1_dot_inference__pb2.EstimateRequest.SerializeToString,
+                response_deserializer=conflux_dot_v1_dot_inference__pb2.EstimateResponse.FromString,
+                _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/conflux.v1.Inference/Tokenize',
+                request_serializer=conflux_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=conflux_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/conflux.v1.Inference/Detokenize',
+                request_serializer=conflux_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=conflux_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class InferenceServicer:
-    """Missing associated documentation comment in .proto file."""
+    """Status codes: the table in docs/operations.md. The messages of errors begin with the field that is
+    wrong. RESOURCE_EXHAUSTED for a full queue carries google.rpc.RetryInfo. A deadline of the client
+    is one of the engine's: a request whose first token cannot be there by then is refused at once.
+    """
 
     def Generate(self, request, context):
-        """Generates for one prompt. The stream ends with a message that has finish_reason and usage.
-        Cancelling the call (or losing the connection) ends the request at once.
-        INVALID_ARGUMENT or OUT_OF_RANGE name the field and its limit; RESOURCE_EXHAUSTED: the queue is
-        full, try again later; UNAVAILABLE: starting, draining or failed; INTERNAL: the engine failed.
-        The request id is also sent at once as initial metadata, `x-request-id`.
+        """Generates for one prompt, as it goes: what is new, of whichever choice it is. Every choice ends
+        with a message that has finish_reason and usage. Cancelling the call (or losing the connection)
+        ends the request at once. The request id is also sent at once as initial metadata,
+        `x-request-id`, before there is a token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Complete(self, request, context):
+        """The same, as one reply. To abort it, send it with a request id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a running request; its stream ends with finish_reason ABORT.
+        """Ends a running request, with all its choices: they end with finish_reason ABORT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -89,6 +121,25 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Estimate(self, request, context):
+        """When a prompt would have its first token if it came now; nothing is queued.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Tokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_InferenceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -96,6 +147,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=conflux_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
                     response_serializer=conflux_dot_v1_dot_inference__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Complete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Complete,
+                    request_deserializer=conflux_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=conflux_dot_v1_dot_inference__pb2.CompleteResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -112,6 +168,21 @@ def add_InferenceServicer_to_server(servicer, server):
                     request_deserializer=conflux_dot_v1_dot_inference__pb2.GetLoadRequest.FromString,
                     response_serializer=conflux_dot_v1_dot_inference__pb2.GetLoadResponse.SerializeToString,
             ),
+            'Estimate': grpc.unary_unary_rpc_method_handler(
+                    servicer.Estimate,
+                    request_deserializer=conflux_dot_v1_dot_inference__pb2.EstimateRequest.FromString,
+                    response_serializer=conflux_dot_v1_dot_inference__pb2.EstimateResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=conflux_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
+                    response_serializer=conflux_dot_v1_dot_inference__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=conflux_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
+                    response_serializer=conflux_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'conflux.v1.Inference', rpc_method_handlers)
@@ -121,7 +192,10 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference:
-    """Missing associated documentation comment in .proto file."""
+    """Status codes: the table in docs/operations.md. The messages of errors begin with the field that is
+    wrong. RESOURCE_EXHAUSTED for a full queue carries google.rpc.RetryInfo. A deadline of the client
+    is one of the engine's: a request whose first token cannot be there by then is refused at once.
+    """
 
     @staticmethod
     def Generate(request,
@@ -140,6 +214,33 @@ class Inference:
             '/conflux.v1.Inference/Generate',
             conflux_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
             conflux_dot_v1_dot_inference__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Complete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/conflux.v1.Inference/Complete',
+            conflux_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            conflux_dot_v1_dot_inference__pb2.CompleteResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -221,6 +322,87 @@ class Inference:
             '/conflux.v1.Inference/GetLoad',
             conflux_dot_v1_dot_inference__pb2.GetLoadRequest.SerializeToString,
             conflux_dot_v1_dot_inference__pb2.GetLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Estimate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/conflux.v1.Inference/Estimate',
+            conflux_dot_v1_dot_inference__pb2.EstimateRequest.SerializeToString,
+            conflux_dot_v1_dot_inference__pb2.EstimateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/conflux.v1.Inference/Tokenize',
+            conflux_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
+            conflux_dot_v1_dot_inference__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/conflux.v1.Inference/Detokenize',
+            conflux_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
+            conflux_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
