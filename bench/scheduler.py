@@ -31,6 +31,7 @@ GROUPS, DECODES, WAITING = 8, 1024, 4096
 CURVE = (0, 1_000, 4_096, 20_000, 100_000)
 PASSES, QUICK_PASSES = 2000, 300
 PAGE_TOKENS = 16
+TOKENS = 8192  # of an iteration, at the most
 PROMPT, SPREAD = 8.5, 1.0  # lognormal, mean 8,100 tokens: an iteration's budget holds about one
 OUTPUTS = 1100  # mean; so one ends about as often as one begins
 TTFT_SLO_S = (5.0, 600.0)  # uniform: some are late, most are not
@@ -58,7 +59,8 @@ class Load:
     def __init__(self, waiting: int, ordering: str):
         config = SchedulerConfig(
             max_num_seqs=DECODES + 64,
-            max_num_batched_tokens=8192,
+            max_num_batched_tokens=TOKENS,
+            handoff_pages=TOKENS // PAGE_TOKENS,  # as the configs for GPUs have it
             max_waiting=max(CURVE) + WAITING,
             ordering=ordering,
             tbt_slo_s=0.05,

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 from conflux_jax.plan import Bucket, PoolGeometry
@@ -37,17 +38,23 @@ class Decodes(NamedTuple):
 
 
 NO_DECODES = Decodes((), ())
+_TBT_SLO_S = attrgetter("tbt_slo_s")
 
 
 class Chosen(NamedTuple):
     """lengths: tokens of each prompt. tokens: that the level has room for. With a latency model,
-    what was looked at: the shape of the iteration, and its seconds, corrected."""
+    what was looked at: the groups' shares of the tokens, the shape of the iteration, and its
+    seconds, corrected."""
 
     level: int
     tokens: int
     lengths: list[int]
+    shares: Sequence[int] = ()
     shape: IterationShape | None = None
     predicted_s: float = 0.0
+
+
+NO_PREFILL = Chosen(0, 0, [])
 
 
 class Budget:
@@ -79,8 +86,8 @@ class Budget:
         """Of the next iteration."""
         table, longest, target_s = running.decoding, 0, math.inf
         if self.predictor is not None:
-            handing = running.handing.values()
-            target_s = min([table.tbt_slo_s, *(state.tbt_slo_s for state in handing)])
+            handing = map(_TBT_SLO_S, running.handing.values())
+            target_s = min(table.tbt_slo_s, min(handing, default=math.inf))
             longest = table.longest_context
         return Decodes(table.num_rows, list(table.context_tokens), longest, target_s)
 
@@ -169,7 +176,7 @@ class Budget:
 
     def _alone_s(self, decodes: Decodes) -> float:
         """Of an iteration without prefill."""
-        return self.predict_s(self._shape(decodes, Chosen(0, 0, []), ()))
+        return self.predict_s(self.shape(decodes, (), self.bucket(0, 0, decodes)))
 
     def _lowest(self, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         """At the lowest rung that has room."""
@@ -182,8 +189,15 @@ class Budget:
         self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]
     ) -> Chosen:
         chosen = self._fill(level, decodes, prompts)
-        shape = self._shape(decodes, chosen, prompts)
-        return chosen._replace(shape=shape, predicted_s=max(self.predict_s(shape), 1e-9))
+        chunks = [
+            (start, length)
+            for (start, _), length in zip(prompts, chosen.lengths, strict=True)
+            if length
+        ]
+        shares = self._shares(level, sum(chosen.lengths), decodes)
+        shape = self.shape(decodes, chunks, self._bucket(shares, decodes))
+        predicted_s = max(self.predict_s(shape), 1e-9)
+        return chosen._replace(shares=shares, shape=shape, predicted_s=predicted_s)
 
     def _fill(self, level: int, decodes: Decodes, prompts: Sequence[tuple[int, int]]) -> Chosen:
         tokens = left = self.room(level, decodes.loads)
@@ -193,18 +207,12 @@ class Budget:
             left -= lengths[-1]
         return Chosen(level, tokens, lengths)
 
-    def _shape(
-        self, decodes: Decodes, chosen: Chosen, prompts: Sequence[tuple[int, int]]
-    ) -> IterationShape:
-        chunks = [
-            (start, length)
-            for (start, _), length in zip(prompts, chosen.lengths, strict=True)
-            if length
-        ]
-        return self.shape(decodes, chunks, self.bucket(chosen.level, sum(chosen.lengths), decodes))
-
     def bucket(self, level: int, tokens: int, decodes: Decodes) -> Bucket:
         """What so many prefill tokens run in, up to the level beside the decodes."""
-        shares = waterfill(decodes.loads, max(level, 1), tokens) if tokens else ()
-        shares = shares or (0,) * len(decodes.loads)
+        return self._bucket(self._shares(level, tokens, decodes), decodes)
+
+    def _shares(self, level: int, tokens: int, decodes: Decodes) -> Sequence[int]:
+        return waterfill(decodes.loads, max(level, 1), tokens)
+
+    def _bucket(self, shares: Sequence[int], decodes: Decodes) -> Bucket:
         return self._ladders.fit(decodes.loads, shares, self._geometry.needs_handoff)

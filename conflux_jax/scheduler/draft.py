@@ -13,7 +13,7 @@ from conflux_jax.plan import (
     PrefillChunk,
 )
 from conflux_jax.scheduler.buckets import Ladders
-from conflux_jax.scheduler.budget import NO_DECODES, Budget
+from conflux_jax.scheduler.budget import NO_DECODES, NO_PREFILL, Budget
 from conflux_jax.scheduler.latency_model import IterationShape
 from conflux_jax.scheduler.state import RequestState
 from conflux_jax.scheduler.waterfill import waterfill
@@ -38,9 +38,7 @@ class Draft:
         self.scored: list[RequestState] = []
         self.preempted = False
         self.load = NO_DECODES
-        self.level = 0  # rows that a group may have
-        self.budget = 0  # prefill tokens that fit beside the decodes, up to the level
-        self.looked_at: IterationShape | None = None  # by whom the budget was chosen
+        self.chosen = NO_PREFILL  # the level, and what fits beside the decodes up to it
         self.shape: IterationShape | None = None  # where there is a latency model
 
     def add_placement(self, state: RequestState) -> None:
@@ -53,9 +51,9 @@ class Draft:
     def seal(self, iteration: int, budget: Budget, ladders: Ladders) -> IterationPlan:
         """The plan in the smallest bucket that holds it, and its `shape`."""
         tokens = sum([chunk.length for chunk in self.chunks])
-        shares = waterfill(self.load.loads, budget.max_level, tokens)
-        shape, predicted_s = self.looked_at, 0.0
+        shares, shape, predicted_s = self.chosen.shares, self.chosen.shape, 0.0
         if shape is None or not tokens or tokens != shape.prefill_tokens:  # not what was chosen
+            shares = waterfill(self.load.loads, budget.max_level, tokens)
             bucket = ladders.fit(self.load.loads, shares, bool(self.handoffs))
             chunks = [(chunk.start, chunk.length) for chunk in self.chunks]
             shape = budget.shape(self.load, chunks, bucket)
@@ -66,11 +64,11 @@ class Draft:
             bucket=shape.bucket,
             decodes=tuple(self.decodes),
             chunks=tuple(self.chunks),
-            prefill_shares=shares,
+            prefill_shares=tuple(shares),
             handoffs=tuple(self.handoffs),
             admissions=tuple(self.admissions),
             placements=tuple(self.placements),
             predicted_s=predicted_s,
-            level=self.level,
-            prefill_room=self.budget,
+            level=self.chosen.level,
+            prefill_room=self.chosen.tokens,
         )

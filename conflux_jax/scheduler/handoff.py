@@ -45,8 +45,11 @@ def plan_handoffs(
     is not full goes when the prompt has ended, and so last.
     """
     left = [per_group] * geometry.groups
+    most = sum(left)
     handoffs, complete = [], []
     for state in states:
+        if not most:
+            break
         if state.group < 0 or not left[state.group]:
             continue
         ready = len(state.pages)
@@ -56,6 +59,7 @@ def plan_handoffs(
         if count <= 0:
             continue
         left[state.group] -= count
+        most -= count
         handoffs.append(
             Handoff(state.slot, state.group, state.num_handed, count, len(state.token_ids))
         )

@@ -230,7 +230,7 @@ class Scheduler:
         if draft.is_empty:
             return None
         plan = draft.seal(self._iteration, self._budget, self._ladders)
-        is_full = draft.budget > 0 and plan.num_prefill_tokens == draft.budget
+        is_full = 0 < plan.prefill_room == plan.num_prefill_tokens
         samplers = [*draft.decoding, draft.prefilled]
         self._in_flight.append(
             InFlight(
@@ -274,9 +274,9 @@ class Scheduler:
         candidates = find_candidates(
             started, self._queue, memory, config.max_bypass, most, now, self._pace.tokens_s
         )
-        chosen = self._budget.choose(draft.load, [candidate.span for candidate in candidates])
-        draft.level, draft.budget, draft.looked_at = chosen.level, chosen.tokens, chosen.shape
-        for candidate, length in zip(candidates, chosen.lengths, strict=True):
+        spans = [candidate.span for candidate in candidates]
+        draft.chosen = self._budget.choose(draft.load, spans)
+        for candidate, length in zip(candidates, draft.chosen.lengths, strict=True):
             if length and (
                 candidate.state.phase is not Phase.WAITING or self._admit(draft, candidate)
             ):
@@ -317,7 +317,8 @@ class Scheduler:
         if not self._geometry.needs_handoff or state.group >= 0 or state.unplanned <= 1:
             return
         pages = self._geometry.decode_pages(len(state.token_ids))
-        nearly = is_nearly_done(pages, state.prefill_left, draft.budget, self._config.handoff_pages)
+        per_group = self._config.handoff_pages
+        nearly = is_nearly_done(pages, state.prefill_left, draft.chosen.tokens, per_group)
         if nearly and self._memory.place(state):
             draft.add_placement(state)
 

@@ -31,6 +31,8 @@ def waterfill(loads: Sequence[int], level: int, total: int) -> tuple[int, ...]:
     """
     if total < 0:
         raise ValueError(f"total must not be negative, got {total}")
+    if not total:
+        return (0,) * len(loads)
     shares = [0] * len(loads)
     cups = sorted(range(len(loads)), key=loads.__getitem__)
     poured, wet = 0, 0  # tokens that bring the first `wet` cups level with the last of them
@@ -43,9 +45,7 @@ def waterfill(loads: Sequence[int], level: int, total: int) -> tuple[int, ...]:
         poured += step
         wet += 1
     if wet == 0:
-        if total:
-            raise ValueError(f"{total} tokens do not fit: every group is at the level of {level}")
-        return tuple(shares)
+        raise ValueError(f"{total} tokens do not fit: every group is at the level of {level}")
     surface, rest = divmod(total - poured, wet)
     surface += loads[cups[wet - 1]]
     if surface + (rest > 0) > level:
