@@ -12,7 +12,6 @@ import contextlib
 import functools
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import uvicorn
@@ -26,6 +25,7 @@ from conflux_jax.config import Config
 from conflux_jax.engine import Engine
 from conflux_jax.inbox import Unavailable
 from conflux_jax.request import InvalidRequest
+from conflux_jax.serve.aside import Aside
 from conflux_jax.serve.choices import Outputs, submit_all
 from conflux_jax.serve.dashboard import Dashboard, page
 from conflux_jax.serve.dashboard_data import status_of
@@ -100,7 +100,7 @@ class HttpServer:
         )
         self._uvicorn = _Uvicorn(settings)
         self._serving: asyncio.Task[None] | None = None
-        self._aside = ThreadPoolExecutor(1, "conflux-aside")
+        self._aside = Aside()
 
     async def start(self) -> int:
         """Bind and listen; returns the port. Raises OSError when the address cannot be had."""
@@ -127,7 +127,7 @@ class HttpServer:
         self._uvicorn.should_exit = True
         if self._serving is not None:
             await self._serving
-        self._aside.shutdown(wait=False, cancel_futures=True)
+        self._aside.close()
 
     @property
     def connections(self) -> list[asyncio.BaseTransport]:
@@ -287,8 +287,7 @@ class HttpServer:
         """One after the other, for each may take minutes: prompts are prepared on other threads."""
         engine = self._ready()
         body = await self._body(request)
-        loop = asyncio.get_running_loop()
-        return JsonResponse(await loop.run_in_executor(self._aside, work, engine, body))
+        return JsonResponse(await self._aside.run(work, engine, body))
 
     async def _body(self, request: Request) -> bytes:
         """Raises TooLarge before it holds more than the limit."""

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from conflux_jax.config import ServerConfig
@@ -19,6 +18,7 @@ from conflux_jax.engine import Engine
 from conflux_jax.inbox import Unavailable
 from conflux_jax.request import InvalidRequest
 from conflux_jax.serve import messages
+from conflux_jax.serve.aside import Aside
 from conflux_jax.serve.choices import Calls, Choices
 from conflux_jax.serve.errors import answering, checked_estimate
 from conflux_jax.serve.patience import Patience
@@ -34,16 +34,10 @@ class EngineHolder:
         self.engine: Engine | None = None
         self.calls = Calls(config.max_unread_tokens)
         self._write_timeout_s = config.write_timeout_s
-        self._aside = ThreadPoolExecutor(1, "conflux-aside")
+        self.aside = Aside()
 
     def close(self) -> None:
-        self._aside.shutdown(wait=False, cancel_futures=True)
-
-    async def aside[T](self, work: Callable[..., T], *arguments: Any) -> T:
-        """`work` on a thread of its own, where it may take minutes: one such after the other, so
-        that they leave the threads that prompts are prepared on alone."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._aside, work, *arguments)
+        self.aside.close()
 
     def ready(self) -> Engine:
         if self.engine is None:
@@ -125,13 +119,13 @@ class InferenceService(pb_grpc.InferenceServicer):
 
     @answering
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        return await self._holder.aside(messages.tokenize, self._holder.ready(), request)
+        return await self._holder.aside.run(messages.tokenize, self._holder.ready(), request)
 
     @answering
     async def Detokenize(
         self, request: pb.DetokenizeRequest, context: Any
     ) -> pb.DetokenizeResponse:
-        return await self._holder.aside(messages.detokenize, self._holder.ready(), request)
+        return await self._holder.aside.run(messages.detokenize, self._holder.ready(), request)
 
     async def _prepare(self, request: pb.GenerateRequest, context: Any) -> tuple[Engine, Choices]:
         engine = self._holder.ready()
