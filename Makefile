@@ -19,7 +19,7 @@ DOCUMENTED = conflux_jax $(subst /,.,$(basename $(wildcard conflux_jax/[a-z]*.py
   '!conflux_jax.serve.proto' '!conflux_jax.serve.__main__' '!pallas_kernels.triton'
 
 .PHONY: serve test test-meshes test-kernels test-torch test-clients test-dashboard test-gpu-compile \
-  soak fuzz notebooks notebooks-check docs screenshots lint format bench goldens proto clean
+  soak fuzz notebooks notebooks-check docs screenshots lint format bench goldens proto clean environments
 .DELETE_ON_ERROR:
 
 serve: $(VENV)/.serve
@@ -91,18 +91,18 @@ test-clients: $(VENV)/.dev $(CLIENTS_VENV)/.clients
 notebooks: $(TORCH_VENV)/.notebooks
 	$(TORCH_VENV)/bin/python notebooks/run.py $(ARGS)
 
-# Every cell of those that need no torch, in small sizes; nothing is written.
-notebooks-check: NAMES ?= attention_split latency_fit when_does_it_pay
-notebooks-check: $(VENV)/.notebooks
-	$(VENV)/bin/python notebooks/run.py --check $(NAMES)
+# Every cell, in small sizes; nothing is written.
+notebooks-check: $(TORCH_VENV)/.notebooks
+	$(TORCH_VENV)/bin/python notebooks/run.py --check $(ARGS)
 
 # The API reference, from docstrings: build/docs/index.html.
 docs: $(VENV)/.docs
 	$(VENV)/bin/python -m pdoc --output-directory build/docs $(DOCUMENTED)
 
-# Compiles for H100s on a machine without one: the plugin and ptxas do it all.
+# Compiles for H100s on a machine without one: the plugin and ptxas do it all, mostly on one core
+# each.
 test-gpu-compile: $(GPU_VENV)/.gpu
-	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest tests/gpu_compile $(ARGS)
+	JAX_PLATFORMS=cpu $(GPU_VENV)/bin/python -m pytest -n 2 --dist loadfile tests/gpu_compile $(ARGS)
 
 goldens: $(TORCH_VENV)/.torch
 	$(TORCH_VENV)/bin/python tests/goldens/generate.py
@@ -114,6 +114,9 @@ clean:
 	rm -rf $(VENV) $(TORCH_VENV) $(GPU_VENV) $(FUZZ_VENV) $(CLIENTS_VENV) .venv-peers .cache .pytest_cache .ruff_cache .hypothesis build
 	rm -rf *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# What `.ci/run` needs, with -j side by side.
+environments: $(VENV)/.dashboard $(GPU_VENV)/.gpu $(TORCH_VENV)/.notebooks
 
 # A stamp is written last, so that an interrupted installation is taken up again.
 
@@ -132,11 +135,6 @@ $(VENV)/.dev: $(VENV)/.serve
 $(VENV)/.dashboard: $(VENV)/.dev
 	@echo "Installing what drives a browser into $(VENV) (once)"
 	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[dashboard]'
-	@touch $@
-
-$(VENV)/.notebooks: $(VENV)/.dev
-	@echo "Installing what runs notebooks into $(VENV) (once)"
-	@$(VENV)/bin/python $(PIP_INSTALL) --editable '.[notebooks]'
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.dev

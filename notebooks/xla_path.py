@@ -48,7 +48,7 @@ def config(sp: int, dtype: str) -> Config:
     """Few buckets of static shapes, so that little has to be compiled."""
     return Config.from_flat(
         sp=sp, dtype=dtype, max_model_len=512, max_num_seqs=4, max_num_batched_tokens=96,
-        rows_ladder=(96,), decode_rows_ladder=(4,), max_prefill_segments=4, kv_pool_tokens=1024,
+        rows_ladder=(96,), decode_rows_ladder=(4,), max_prefill_segments=4, kv_pool_tokens=2048,
     )  # fmt: skip
 
 

@@ -52,7 +52,7 @@ ON_GPU = torch.cuda.is_available() and jax.default_backend() == "gpu"
 DEVICE = "cuda" if ON_GPU else "cpu"
 GROUPS = [sp for sp in (1, 3) if sp <= len(jax.devices())]
 MACHINE = f"{plotting.machine()}, torch {torch.__version__}"
-MODEL, NEW_TOKENS = "smollm2-135m-instruct", sized(64, quick=8)
+MODEL, NEW_TOKENS = "smollm2-135m-instruct", sized(256, quick=8)
 torch.set_grad_enabled(False)
 transformers.utils.logging.set_verbosity_error()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from conflux_jax.scheduler.memory import Memory
 from conflux_jax.scheduler.ordering import Ordering
@@ -13,8 +13,7 @@ from conflux_jax.scheduler.state import RequestState
 LOOK_PAST = 64  # so that a pass stays short while memory is
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """overtakes: waiting requests before it in order for which memory is short."""
 
     state: RequestState

@@ -7,7 +7,6 @@ goes forward by one token an iteration, and stands in a calendar.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from conflux_jax.plan import DecodeRows
 from conflux_jax.scheduler.cohort import Cohort
+from conflux_jax.scheduler.least import Least
 
 if TYPE_CHECKING:
     from conflux_jax.scheduler.state import RequestState
@@ -78,9 +78,8 @@ class DecodeTable:
         self._ids: list[list[str]] = [[] for _ in range(groups)]
         self._members: list[Members | None] = [None] * groups
         self._columns = self._free_rows(_FIRST_ROWS)
-        self._targets = np.full((groups, _FIRST_ROWS), math.inf)
-        self._longest: int | None = 0  # None: to be looked up, as `_tightest`
-        self._tightest: float | None = math.inf
+        self._targets_s = Least()
+        self._lengths = Least()  # negative, as at step 0: all grow alike
         self._cohorts = [Cohort() for _ in range(page_tokens)]  # by the step modulo their number
         self._joins = Calendar()  # their cohort, by the step whose token is the first without page
         self._ends = Calendar()  # by the step after the last token
@@ -96,27 +95,21 @@ class DecodeTable:
 
     @property
     def longest_context(self) -> int:
-        if self._longest is None:
-            self._longest = int(self._columns[_POSITION].max())
-        return self._longest
+        return self.step - int(self._lengths.value) if any(self.states) else 0
 
     @property
     def tbt_slo_s(self) -> float:
         """The tightest target of all."""
-        if self._tightest is None:
-            self._tightest = float(self._targets.min())
-        return self._tightest
+        return self._targets_s.value
 
     def join(self, state: RequestState, capacity: int) -> None:
         """capacity: tokens that its pages hold."""
         group, row = state.group, len(self.states[state.group])
         if row == self._columns.shape[2]:
             self._columns = np.concatenate([self._columns, self._free_rows(row)], axis=2)
-            more = np.full_like(self._targets, math.inf)
-            self._targets = np.concatenate([self._targets, more], axis=1)
         self._columns[:, group, row] = state.slot, state.num_tokens, -1, 1
-        self._targets[group, row] = state.tbt_slo_s
-        self._longest = self._tightest = None
+        self._targets_s.add(state.tbt_slo_s)
+        self._lengths.add(self.step - state.num_tokens)
         self.context_tokens[group] += state.num_tokens
         self.states[group].append(state)
         self._ids[group].append(state.request_id)
@@ -142,9 +135,8 @@ class DecodeTable:
         self.context_tokens[group] -= state.num_tokens
         self._columns[:, group, row] = self._columns[:, group, last]
         self._columns[:, group, last] = _FREE_ROW
-        self._targets[group, row] = self._targets[group, last]
-        self._targets[group, last] = math.inf
-        self._longest = self._tightest = None
+        self._targets_s.remove(state.tbt_slo_s)
+        self._lengths.remove(self.step - state.num_tokens)
         states[row], ids[row] = states[last], ids[last]
         states[row].row = row
         if (cohort := states[row].cohort) is not None:
@@ -185,8 +177,6 @@ class DecodeTable:
         columns[_POSITION] += columns[_IN_USE]
         columns[_NEW_PAGE] = -1
         self.step += 1
-        if self._longest is not None:
-            self._longest += 1
         rows, samplers = [], []
         for group in range(len(self.states)):
             ids, states = self._of(group)

@@ -32,7 +32,7 @@ class PagePool:
         self._first = np.arange(groups)[:, None] * num_pages  # of a group, in `_out`
         self._out = bytearray(groups * num_pages)
         self._marks = np.frombuffer(self._out, np.bool)  # the same memory
-        self._order = np.zeros(groups * num_pages, np.int32)  # scratch: finds pages named twice
+        self._of_group = list(self._marks.reshape(groups, num_pages))
 
     def num_free(self, group: int) -> int:
         return len(self._stacks[group])
@@ -57,7 +57,7 @@ class PagePool:
         """Take `count` pages. Raises PageError when there are fewer: callers look first."""
         self._check(group, count)
         pages = self._pop(group, count)
-        self._marks[_numbers(pages) + group * self.num_pages] = True
+        self._of_group[group][_numbers(pages)] = True
         return pages
 
     def allocate_all(self, count: int) -> tuple[Pages, ...]:
@@ -72,17 +72,26 @@ class PagePool:
     def free(self, group: int, pages: Pages) -> None:
         """Give pages back. Raises PageError, and takes none of them, for a page freed twice or one
         that this pool does not have."""
-        given = _numbers(pages)
-        places = given + group * self.num_pages
-        order = np.arange(len(places), dtype=np.int32)
-        self._check_known(given)
-        self._order[places] = order
-        self._unmark(places, self._order[places] == order)
+        marks, given = self._of_group[group], _numbers(pages)
+        try:
+            all_out = marks[given].all()
+        except IndexError:
+            unknown = next(page for page in pages if not 0 <= page < self.num_pages)
+            raise PageError(f"page {unknown} is not of this pool") from None
+        if not all_out or len(set(pages)) < len(pages):
+            again = next(p for at, p in enumerate(pages) if not marks[p] or p in pages[:at])
+            raise PageError(f"group {group}: page {again} is free already")
+        marks[given] = False
         self._push(group, pages)
 
     def free_all(self, pages: Sequence[Pages]) -> None:
         """As `free`, of what `allocate_all` gave: that no page is named twice is known."""
-        self._unmark(self._places_of(pages), True)
+        places = self._places_of(pages)
+        out = self._marks[places]
+        if not out.all():
+            group, page = divmod(int(places[out.argmin()]), self.num_pages)
+            raise PageError(f"group {group}: page {page} is free already")
+        self._marks[places] = False
         for group, given in enumerate(pages):
             self._push(group, given)
 
@@ -104,22 +113,10 @@ class PagePool:
 
     def _places_of(self, pages: Sequence[Pages]) -> np.ndarray:
         """In `_out`, of as many pages of each group."""
-        return (_numbers(*pages).reshape(len(pages), -1) + self._first).ravel()
-
-    def _check_known(self, pages: np.ndarray) -> None:
-        known = pages.view(np.uint32) < self.num_pages
-        if not known.all():
-            raise PageError(f"page {pages[~known][0]} is not of this pool")
-
-    def _unmark(self, places: np.ndarray, once: np.ndarray | bool) -> None:
-        """places: in `_out`. once: where one is not named for the second time."""
-        out = self._marks[places] & once
-        if not out.all():
-            group, page = divmod(int(places[out.argmin()]), self.num_pages)
-            raise PageError(f"group {group}: page {page} is free already")
-        self._marks[places] = False
+        numbers = np.frombuffer(b"".join(pages), np.int32)
+        return (numbers.reshape(len(pages), -1) + self._first).ravel()
 
 
-def _numbers(*pages: Pages) -> np.ndarray:
-    """One after the other: int32 [pages], not to be written to."""
-    return np.frombuffer(b"".join(pages), np.int32)
+def _numbers(pages: Pages) -> np.ndarray:
+    """Unsigned, so that none is taken to count from the end."""
+    return np.frombuffer(pages, np.uint32)
