@@ -43,7 +43,7 @@ ON_TIME = 0.99
 HOPELESS = 0.5
 MAX_MODEL_LEN = 8192
 LEVELS = (16, 32, 64, 96, 128, 256, 512)  # tokens of an iteration, decodes included
-LONE_PROMPT = 6000  # tokens of the one that comes to a single decode
+LONE_PROMPT = 4000  # tokens, beside one decode; past that not even the least chunk fits here
 RUN_S, QUICK_RUN_S = 20.0, 8.0
 ROUNDS, QUICK_ROUNDS = 3, 1
 

@@ -188,7 +188,7 @@ class Memory:
         pool = self.geometry.pool_of(state.group)
         if not self.pool.num_free(pool):
             return False
-        (page,) = self.pool.allocate_each([pool])
+        (page,) = self.pool.open([pool])
         state.table.open_page(state, page)
         return True
 
@@ -203,7 +203,7 @@ class Memory:
         free = self.free_pages()
         if min(free) < len(pools) and any(map(gt, map(pools.count, range(len(free))), free)):
             return False
-        table.open_pages(full, self.pool.allocate_each(pools))
+        table.open_pages(full, self.pool.open(pools))
         return True
 
     def release_prefill(self, state: RequestState) -> None:

@@ -25,7 +25,7 @@ def test_more_than_free_is_an_error_and_takes_nothing():
 
 
 @pytest.mark.parametrize("pages", [(0, 0), (1,), (2,), (-1,)])
-def test_double_and_foreign_frees_raise(pages):
+def test_foreign_and_repeated_pages_raise(pages):
     pool = PagePool(2, 2)
     pool.allocate(0, 1)
     pool.allocate(1, 2)  # the same numbers of another group are other pages
@@ -38,16 +38,34 @@ def test_all_groups_at_once():
     pool = PagePool(groups=3, num_pages=5)
     first = pool.allocate_all(2)
     assert [list(pages) for pages in first] == [[0, 1]] * 3
-    assert pool.allocate_each((0, 2, 2, 2)) == [2, 2, 3, 4]
+    assert pool.open((0, 2, 2, 2)) == [2, 2, 3, 4]
     assert pool.free_pages() == [2, 3, 0]
     with pytest.raises(PageError, match="group 2: 1 pages asked"):
         pool.allocate_all(1)
     assert [pool.num_free(group) for group in range(3)] == [2, 3, 0]
     pool.free_all(first)
     assert [list(pool.allocate(group, 2)) for group in range(3)] == [[0, 1]] * 3
-    pool.free(1, array("i", (1,)))
-    with pytest.raises(PageError, match="group 1: page 1 is free already"):
+    pool.free(1, first[1])
+    with pytest.raises(PageError, match="group 1: no holding begins with page 0"):
         pool.free_all(first)
+    assert pool.free_pages() == [2, 5, 0]  # nothing was taken
+
+
+def test_a_holding_grows_and_comes_back_once():
+    pool = PagePool(1, 8)
+    pages = pool.allocate(0, 2)
+    other = pool.allocate(0, 1)
+    pages.extend(pool.open([0, 0]))
+    assert list(pages) == [0, 1, 3, 4] and pool.num_free(0) == 3
+    assert pool.used().tolist() == [[True] * 5 + [False] * 3]
+    pool.free(0, pages)
+    with pytest.raises(PageError, match="no holding begins with page 0"):
+        pool.free(0, pages)
+    again = pool.allocate(0, 3)  # the same first page, another holding
+    assert list(again) == [0, 1, 3]
+    pool.free(0, again)
+    pool.free(0, other)
+    assert pool.num_free(0) == 8 and not pool.used().any()
 
 
 @given(st.data(), st.integers(1, 20))
