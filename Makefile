@@ -26,7 +26,7 @@ serve: $(VENV)/.serve
 	@exec $(VENV)/bin/python -m conflux_jax.serve --config $(CONFIG) $(ARGS)
 
 test: $(VENV)/.dev
-	$(VENV)/bin/python -m pytest $(ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 # Every mesh, every ablation, the largest pool: minutes of compilation.
 test-meshes: $(VENV)/.dev

@@ -123,8 +123,9 @@ class Load:
 
 
 def measure(waiting: int, passes: int, ordering: str) -> dict[str, float]:
-    """Milliseconds: p50 and p99 of a pass, by processor time too, p50 of a commit. Python's collector of cycles runs, but
-    what there is at the start is frozen for it, as the server does."""
+    """Milliseconds: p50 and p99 of a pass, by processor time too, p50 of a commit. Python's
+    collector of cycles runs, but what there is at the start is frozen for it, as the server does.
+    """
     load = Load(waiting, ordering)
     for _ in range(50):
         load.turn()
