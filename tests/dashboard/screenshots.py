@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--out", type=Path, default=ROOT / "docs" / "dashboard")
     parser.add_argument("--seconds", type=float, default=60.0, help="of traffic, before pictures")
-    parser.add_argument("--rate", type=float, default=0.8, help="requests a second")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests a second")
     parser.add_argument("--scripted", action="store_true", help="no model, but a scripted engine")
     own, rest = parser.parse_known_args(arguments)
     if own.scripted:
@@ -94,7 +94,7 @@ async def take(config: Config, engine: Engine, folder: Path, seconds: float, rat
                         for scheme in SCHEMES:
                             async with dashboard(browser, base, size, scheme) as shown:
                                 await shown.wait("iterations.length > 30 && points.length > 0")
-                                await shown.wait("document.querySelectorAll('tbody tr').length > 3")
+                                await shown.wait("document.querySelectorAll('tbody tr').length > 2")
                                 path = folder / f"{name}-{scheme}.png"
                                 await picture(shown, path, size[0], HEIGHTS[name])
                                 print(path, path.stat().st_size, "bytes")
