@@ -3,7 +3,7 @@
 A few decodes run; prompts of thousands of tokens arrive as fast as they are taken. The time between
 tokens (TBT) shall stay within a target of so many times the bare decode step. The scheduler with a
 latency profile is held against fixed levels, `max_num_batched_tokens` as one would set it by hand:
-the best of those that keep the target as well.
+the best of those that keep the target as well. Decodes alone show what this machine allows.
 
 All runs are on one compiled engine, in turns, round after round, since the machine drifts.
 """
@@ -202,6 +202,9 @@ def measure(guard: Guard, rounds: int) -> dict[str, float]:
             if not runs or _on_time(runs, max(FACTORS) * step_s) > HOPELESS:
                 runs.append(guard.run(level))
     print(f"{'':28}{'prefill tok/s':>14}" + "".join(f"{f'on time {f}x':>13}" for f in FACTORS))
+    _print_row("no prefill", [bare], step_s)
+    for factor in FACTORS:
+        flat[f"bare_on_time_{factor}x"] = _on_time([bare], factor * step_s)
     for level, runs in fixed.items():
         _print_row(f"fixed, {level} tokens", runs, step_s)
     for factor, runs in guarded.items():
