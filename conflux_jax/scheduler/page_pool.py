@@ -4,9 +4,10 @@ Pages have no order that matters, so a free list is a stack: taking and giving b
 of memory, however many pages there are.
 
 A *holding* is what one call has allocated, with the single pages that were opened for it since, and
-comes back whole. It is known by its first page, which makes one that is freed twice an error where
-it happens and not a wrong token much later; a mark for each page would cost a pass of the scheduler
-a fifth of its time.
+comes back whole. It is known by its first page. So one that is freed twice is an error where it
+happens, and not a wrong token much later: either its first page is free, or it has more pages than
+are out beside all other holdings. Which pages follow the first is not looked at; a mark for each
+would cost a pass of the scheduler a fifth of its time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class PagePool:
     def __init__(self, groups: int, num_pages: int):
         self.num_pages = num_pages
         self._stacks = [array("i", range(num_pages - 1, -1, -1)) for _ in range(groups)]
-        self._holdings: list[set[int]] = [set() for _ in range(groups)]  # their first pages
+        # First page of each, and how many were allocated with it; and of all of a group.
+        self._holdings: list[dict[int, int]] = [{} for _ in range(groups)]
+        self._allocated = [0] * groups
 
     def num_free(self, group: int) -> int:
         return len(self._stacks[group])
@@ -85,10 +88,17 @@ class PagePool:
             raise PageError(f"group {group}: {count} pages asked, {free} are free")
 
     def _check_held(self, group: int, pages: Pages) -> None:
-        if pages and pages[0] not in self._holdings[group]:
+        if not pages:
+            return
+        allocated = self._holdings[group].get(pages[0])
+        if allocated is None:
             raise PageError(f"group {group}: no holding begins with page {pages[0]}")
-        if len(self._stacks[group]) + len(pages) > self.num_pages:
-            raise PageError(f"group {group}: {len(pages)} pages are more than are out")
+        if len(pages) < allocated:
+            raise PageError(f"group {group}: {len(pages)} pages of a holding of {allocated}")
+        others = self._allocated[group] - allocated
+        out = self.num_pages - len(self._stacks[group])
+        if len(pages) > out - others:
+            raise PageError(f"group {group}: {len(pages)} pages, of {out - others} that may be its")
 
     def _pop(self, group: int, count: int) -> Pages:
         stack = self._stacks[group]
@@ -97,10 +107,11 @@ class PagePool:
         del stack[first:]
         pages.reverse()
         if count:
-            self._holdings[group].add(pages[0])
+            self._holdings[group][pages[0]] = count
+            self._allocated[group] += count
         return pages
 
     def _push(self, group: int, pages: Pages) -> None:
         if pages:
-            self._holdings[group].remove(pages[0])
+            self._allocated[group] -= self._holdings[group].pop(pages[0])
         self._stacks[group].extend(pages[::-1])

@@ -9,8 +9,9 @@ from conflux_jax.scheduler.page_pool import PageError, PagePool
 
 def test_hands_out_the_lowest_first_and_what_came_back_last():
     pool = PagePool(groups=2, num_pages=4)
-    assert list(pool.allocate(0, 3)) == [0, 1, 2]
-    pool.free(0, array("i", (0, 1)))
+    first = pool.allocate(0, 2)
+    assert [*first, *pool.allocate(0, 1)] == [0, 1, 2]
+    pool.free(0, first)
     assert list(pool.allocate(0, 3)) == [0, 1, 3]
     assert pool.num_free(0) == 0 and pool.num_free(1) == 4
 
@@ -24,14 +25,27 @@ def test_more_than_free_is_an_error_and_takes_nothing():
     assert pool.num_free(0) == 2 and not pool.allocate(0, 0)
 
 
-@pytest.mark.parametrize("pages", [(0, 0), (1,), (2,), (-1,)])
-def test_foreign_and_repeated_pages_raise(pages):
-    pool = PagePool(2, 2)
-    pool.allocate(0, 1)
-    pool.allocate(1, 2)  # the same numbers of another group are other pages
+@pytest.mark.parametrize("pages", [(0,), (0, 1, 2), (1,), (1, 0), (7,), (8,), (-1,)])
+def test_what_is_no_whole_holding_is_not_taken(pages):
+    pool = PagePool(2, 8)
+    pool.allocate(0, 2)
+    pool.allocate(1, 8)  # the same numbers of another group are other pages
     with pytest.raises(PageError):
         pool.free(0, array("i", pages))
-    assert pool.num_free(0) == 1  # nothing was taken
+    assert pool.num_free(0) == 6  # nothing was taken
+
+
+def test_a_holding_freed_twice_is_noticed_when_its_first_page_is_anothers_by_then():
+    pool = PagePool(1, 8)
+    first, other = pool.allocate(0, 3), pool.allocate(0, 4)
+    pool.free(0, first)
+    later = pool.allocate(0, 1)
+    assert later[0] == first[0]
+    with pytest.raises(PageError, match="3 pages, of 1 that may be its"):
+        pool.free(0, first)
+    pool.free(0, later)
+    pool.free(0, other)
+    assert pool.num_free(0) == 8
 
 
 def test_all_groups_at_once():

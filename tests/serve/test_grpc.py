@@ -345,7 +345,7 @@ async def test_a_cancel_during_tokenisation_ends_the_handler(monkeypatch):
         prepare = fake.engine.prepare
 
         def slowly(*arguments: Any) -> Any:
-            time.sleep(0.2)
+            time.sleep(1.0)
             return prepare(*arguments)
 
         monkeypatch.setattr(fake.engine, "prepare", slowly)
@@ -356,8 +356,8 @@ async def test_a_cancel_during_tokenisation_ends_the_handler(monkeypatch):
             # The loop is free while a prompt is tokenised.
             started = time.monotonic()
             await client.stub.GetModelInfo(pb.GetModelInfoRequest())
-            assert time.monotonic() - started < 0.1
-            await asyncio.sleep(0.3)
+            assert time.monotonic() - started < 0.7
+            await asyncio.sleep(1.2)
             assert await client.is_free(fake)
             assert not fake.executor.plans
 

@@ -379,7 +379,7 @@ async def test_the_loop_is_free_while_a_prompt_is_estimated(monkeypatch):
         prepare = fake.engine.prepare
 
         def slowly(*arguments: Any) -> Any:
-            time.sleep(0.3)
+            time.sleep(1.0)
             return prepare(*arguments)
 
         monkeypatch.setattr(fake.engine, "prepare", slowly)
@@ -388,7 +388,7 @@ async def test_the_loop_is_free_while_a_prompt_is_estimated(monkeypatch):
             await asyncio.sleep(0.05)
             started_s = time.monotonic()
             await client.stub.GetModelInfo(pb.GetModelInfoRequest())
-            assert time.monotonic() - started_s < 0.2
+            assert time.monotonic() - started_s < 0.7
             assert (await task).prompt_tokens == 3
 
 

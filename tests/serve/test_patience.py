@@ -29,7 +29,7 @@ async def test_a_wait_has_its_limit_from_its_own_beginning(before_s: float):
     started_s = time.monotonic()
     with pytest.raises(TimeoutError):
         await patience.wait(never)
-    assert LIMIT_S * 0.95 < time.monotonic() - started_s < LIMIT_S * 3
+    assert LIMIT_S * 0.95 < time.monotonic() - started_s < LIMIT_S * 8
     assert never.cancelled()
     await asyncio.sleep(0)  # the task goes on, with nothing left of it
     patience.close()
