@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -126,7 +127,7 @@ def tables(found: Sequence[Row]) -> str:
         cells = [_goodput(by_name[name]) if name in by_name else "" for name in names]
         over = "not all measured"
         if len(by_name) == len(names) and (best := goodput_report.ours_over(by_name[OURS], group)):
-            over = f"{_ratio(best[1])}, {TITLES[best[0].case.system]}"
+            over = f"{_with_bounds(best[1])}, {TITLES[best[0].case.system]}"
         lines.append(
             f"| {traffic.title} | {KNOWN_SPECS[case.model].name}, {case.gpus} | {case.tbt_ms:g} ms "
             f"| {case.order} | {' | '.join(cells)} | {over} | {traffic.paper} |"
@@ -140,6 +141,12 @@ def _goodput(row: Row) -> str:
 
 def _ratio(found: Interval) -> str:
     return f"{found.mean:.2f}"
+
+
+def _with_bounds(found: Interval) -> str:
+    """Of one slice alone there are none."""
+    bounds = f" ({found.low:.2f} to {found.high:.2f})" if math.isfinite(found.high) else ""
+    return _ratio(found) + bounds
 
 
 def _orders(found: Sequence[Row]) -> list[str]:
