@@ -112,7 +112,8 @@ def test_ratios_are_to_the_strongest_real_system(monkeypatch: pytest.MonkeyPatch
     assert "ConfluxServe over MuxWise, the strongest: 1.33 (1.33 to 1.33)" in printed
     monkeypatch.setattr(goodput_tables, "SYSTEMS", dict.fromkeys(SYSTEMS))
     whole = goodput_tables.tables(rows)
-    assert whole.count("| 1.33 (1.33 to 1.33), MuxWise | 1.26 to 1.62 |") == 2  # slice by slice, both orders
+    # Slice by slice, both orders.
+    assert whole.count("| 1.33 (1.33 to 1.33), MuxWise | 1.26 to 1.62 |") == 2
     monkeypatch.undo()
     tables = goodput_tables.tables(rows)
     (line,) = [line for line in tables.splitlines() if "| own |" in line]
