@@ -64,7 +64,9 @@ def main(arguments: Sequence[str] | None = None, build: Builder = build_runner) 
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.calibrate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.calibrate", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument(
         "--out", type=Path, metavar="FILE", help="the profile (default: named after what it is of)"

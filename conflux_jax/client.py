@@ -190,7 +190,9 @@ def _retry_delay_s(error: Any) -> float | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.client", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.client", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     connection.add_arguments(parser)
     parser.add_argument("--prompt", metavar="TEXT")

@@ -31,7 +31,9 @@ GENERATION = "generation_config.json"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Convert; returns the exit code. What is wrong is one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.convert", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.convert", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("model", metavar="MODEL", help="what is read")
     parser.add_argument("out", metavar="OUT", type=Path, help="the directory to make")

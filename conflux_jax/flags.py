@@ -1,4 +1,4 @@
-"""Types of command-line flags that several commands have, for argparse."""
+"""What several commands share: types of flags, for argparse, and how they say what is wrong."""
 
 from __future__ import annotations
 
@@ -20,3 +20,10 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value
+
+
+def one_line(error: Exception) -> str:
+    """What is wrong; of a file, its name and the system's word for it."""
+    if isinstance(error, OSError) and error.filename is not None and error.strerror is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conflux_jax.config import ConfigError
-from conflux_jax.flags import positive, positive_int
+from conflux_jax.flags import one_line, positive, positive_int
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.models.spec import ModelError
 from conflux_jax.progress import ProgressBar
@@ -54,14 +54,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             text = json.dumps(results.summary(), indent=1) + "\n"
             parsed.json.write_text(text, encoding="utf-8")
     except (TraceError, ConfigError, ModelError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(report(parsed, results))
     return 0
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.simulate", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.simulate", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("--trace", type=Path, required=True, help="the trace to read")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from conflux_jax.config import ConfigError
-from conflux_jax.flags import positive, positive_int
+from conflux_jax.flags import one_line, positive, positive_int
 from conflux_jax.models.known_specs import KNOWN_SPECS
 from conflux_jax.simulation import roofline
 from conflux_jax.simulation.demand import Demand, Lengths, measure
@@ -52,14 +52,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if drawing is not None:
             plot(demand, parsed.plot, drawing)
     except (TraceError, ConfigError, ImportError, OSError) as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"error: {one_line(error)}", file=sys.stderr)
         return 2
     print(report(premise, verdict, target))
     return 0
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.traffic", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.traffic", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
     add("trace", metavar="TRACE", type=Path, help="the trace to read")

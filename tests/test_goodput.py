@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -120,6 +121,21 @@ def test_ratios_are_to_the_strongest_real_system(monkeypatch: pytest.MonkeyPatch
     assert "| toolagent-recon | Qwen3-14B, 4 | 100 ms | own | 4.24 | 2.12 | 8.49 |" in line
     assert line.endswith("| not all measured | 1.26 to 1.62 |")
     assert "ConfluxServe 2.00, chunked prefill 2.00, MuxWise 2.00" in tables
+
+
+def test_what_no_rate_is_too_high_for_has_no_goodput():
+    book, case = filled_book(), CASES[0]
+    record = book.get("found", case, 1)
+    assert record is not None
+    book.put("found", case, 1, {**record, "failed": math.inf})
+    rows = goodput_report.rows(book, CASES, 2)
+    numbers = goodput_report.flat(rows)
+    assert "goodput_conflux_own_tbt100" not in numbers and "ratio_own_tbt100" not in numbers
+    assert "goodput_muxwise_own_tbt100" in numbers and "ratio_fcfs_tbt100" in numbers
+    printed = goodput_report.text(rows)
+    assert "ConfluxServe       any rate" in printed
+    assert printed.count("Any rate: even with a whole slice at once all is on time") == 1
+    assert printed.count("the strongest") == 1  # in the other order
 
 
 class Axes:

@@ -46,7 +46,9 @@ ANY_ADDRESS = ("0.0.0.0", "::")
 def main(arguments: Sequence[str] | None = None, build: Builder = build_engine) -> int:
     """Serve until a signal; returns the exit code. What is wrong with a setting, the port or the
     model is one line on stderr."""
-    parser = argparse.ArgumentParser(prog="python -m conflux_jax.serve", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m conflux_jax.serve", description=__doc__, allow_abbrev=False
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     Config.add_arguments(parser)
     parsed = parser.parse_args(arguments)

@@ -39,6 +39,11 @@ class Row:
         return interval(list(self.rates.values()))
 
 
+def _is_bounded(row: Row) -> bool:
+    """Whether on every slice some rate was too high."""
+    return all(math.isfinite(record["failed"]) for record in row.records)
+
+
 def rows(book: Book, cases: Sequence[Case], seeds: int) -> list[Row]:
     """Of the cases that have been measured with any of the seeds."""
     found = []
@@ -113,7 +118,12 @@ def _table(group: Sequence[Row]) -> list[str]:
     for row in group:
         settings = ", ".join(f"{name} {value}" for name, value in row.settings.items())
         mean, span = f"{row.goodput.mean:.2f}", _span(row.goodput)
+        if not _is_bounded(row):
+            mean, span = "any rate", ""
         lines.append(f"{TITLES[row.case.system]:<18}{mean:>9}{span:>18}   {settings}".rstrip())
+    if not all(map(_is_bounded, group)):
+        lines.append("Any rate: even with a whole slice at once all is on time; see --minutes")
+        return lines
     for row in group:
         if row.case.system == OURS and (compared := ours_over(row, group)) is not None:
             best, times = compared
@@ -130,16 +140,17 @@ def _span(found: Interval) -> str:
 
 def flat(found: Sequence[Row]) -> dict[str, float]:
     """By name, such as goodput_muxwise_own_tbt100; ratio_* is ours over the strongest other. One
-    slice has no interval."""
+    slice has no interval. What has no bound is left out, and with it the ratio."""
     values: dict[str, float] = {}
     for group in comparisons(found):
-        for row in group:
+        for row in filter(_is_bounded, group):
             case = row.case
             suffix = f"{case.order}_tbt{case.tbt_ms:g}"
             name = f"{case.system}_{suffix}"
             values |= _interval(f"goodput_{name}", row.goodput)
             values[f"slices_{name}"] = len(row.rates)
-            if case.system == OURS and (compared := ours_over(row, group)) is not None:
+            compared = ours_over(row, group) if case.system == OURS else None
+            if compared is not None and all(map(_is_bounded, group)):
                 values |= _interval(f"ratio_{suffix}", compared[1])
     return values
 
