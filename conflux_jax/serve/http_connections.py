@@ -31,6 +31,17 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch(self._is_unfinished)
 
+    def send_400_response(self, msg: str) -> None:
+        """For bytes that are no request. Nothing else can be said after it: a call that these bytes
+        belong to, as a chunk of its body, hears that its client is gone."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # an answer has begun
+            self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+
     def on_response_complete(self) -> None:
         """What came behind the request is looked at now."""
         super().on_response_complete()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator
@@ -66,6 +68,33 @@ UNFINISHED = {
     "half of a body": HEAD + WHOLE[:-5],
     "half of the next": HEAD + WHOLE + HEAD[:40],
 }
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/completions", "/nope"])
+@pytest.mark.parametrize("pause_s", [0.0, 0.05], ids=["at once", "later"])
+async def test_a_body_that_stops_being_http_ends_its_call_and_nothing_else(
+    path: str, pause_s: float, caplog: pytest.LogCaptureFixture
+):
+    """Whether its answer has not begun, or is over."""
+    head = b"POST %b HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n" % path.encode()
+    with make_fake() as fake:
+        async with http_serving(fake) as client:
+            port = client.plain.base_url.port
+            for parts in ([b"ZZZ\r\n"], [b"2\r\n{}\r\n", b"\x00\xff\r\n"]):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                async with asyncio.timeout(10):
+                    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n")
+                    for part in parts:
+                        await asyncio.sleep(pause_s)
+                        writer.write(part)
+                    answer = await _until_the_end(reader)
+                writer.close()
+                assert re.match(rb"HTTP/1.1 (400|404|405) ", answer)
+                assert answer.count(b"HTTP/1.1 ") == 1
+            await eventually(lambda: not client.server.connections)
+            body = await client.complete(prompt="ab", max_tokens=2)
+            assert body["choices"][0]["text"] == "ab"
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("sent", UNFINISHED.values(), ids=UNFINISHED)

@@ -42,8 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         storm = Storm(served, options.seed)
         asyncio.run(run(storm, started_s + options.seconds, options.calls))
         code, log = served.stop()
-        if code or "Traceback" in log:
-            storm.problems.append(f"the server ended with {code} and said: {log[-3000:]}")
+        at = log.find("Traceback")
+        if code or at >= 0:
+            said = log[max(at - 500, 0) : at + 4000] if at >= 0 else log[-3000:]
+            storm.problems.append(f"the server ended with {code} and said: {said}")
     report(storm, time.monotonic() - started_s)
     return 1 if storm.problems else 0
 
