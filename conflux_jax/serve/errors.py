@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import logging
 from collections.abc import Awaitable, Callable
@@ -82,11 +83,13 @@ def answering(handler: Handler) -> Handler:
             return await handler(service, request, context)
         except EXPECTED_ERRORS as error:
             await refuse(context, error)
-        except Exception:
-            if context.done():  # the client has gone, and what was written to it failed
+        except Exception as error:
+            if context.done():
+                if isinstance(error, grpc.aio.InternalError):  # what was written did not arrive
+                    raise asyncio.CancelledError from error
                 raise
             logger.exception("%s failed", handler.__name__)
-            await context.abort(grpc.StatusCode.INTERNAL, "internal error")
+            await abort(context, grpc.StatusCode.INTERNAL, "internal error")
 
     return answer
 
@@ -95,8 +98,17 @@ async def refuse(context: Any, error: Exception) -> NoReturn:
     code, message = status_of(error), shortened(str(error))
     if isinstance(error, QueueFull):
         status = rpc_status.to_status(retry_status(code, message, error.retry_after_s))
-        await context.abort(code, message, status.trailing_metadata)
-    await context.abort(code, message)
+        await abort(context, code, message, status.trailing_metadata)
+    await abort(context, code, message)
+
+
+async def abort(context: Any, code: grpc.StatusCode, message: str, metadata: Any = ()) -> NoReturn:
+    """Ends a call. Where its client is gone by now, nobody can be told, and the call ends as one
+    that was cancelled: that is no error of the server's, and not for its log."""
+    try:
+        await context.abort(code, message, metadata)
+    except grpc.aio.InternalError as error:
+        raise asyncio.CancelledError from error
     raise AssertionError("abort raises")
 
 

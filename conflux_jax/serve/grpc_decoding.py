@@ -10,6 +10,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from conflux_jax.serve.errors import abort
+
 _MESSAGE = "body: not a message of the type that this method takes"
 
 
@@ -46,7 +48,7 @@ def _decoder(deserialize: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 async def _checked(request: Any, context: Any) -> Any:
     if isinstance(request, _Undecodable):
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, _MESSAGE)
+        await abort(context, grpc.StatusCode.INVALID_ARGUMENT, _MESSAGE)
     return request
 
 
